@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 # worker, for processes that tests start and for the next run, also where the environment says otherwise
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist loadfile
 # Rooms whose numbers go through torch or BLAS
-ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
+ROOMS := solvers operators kronecker targets analysis lora
 
 # What `make test` leaves to `make test-pages`
 PAGES := docs README.md tests/benchmarks tests/mutation \
@@ -67,10 +67,10 @@ mutants: .venv/test
 # What pip alone brings, and a table of it at the end; TGI_SOURCE and LORAX_SOURCE name clones of those two
 servers: .venv/servers
 	$(PYTEST) -s -m servers tests/servers
-	$(PYTEST) tests/adapters/test_diffusers.py
+	$(PYTEST) tests/lora/peft/test_diffusers.py
 
 llm: .venv/llm
-	$(BIN)/python -c "from lsrdecomp.calibration.base_files import find_base; print('smollm2 is', find_base('smollm2'))"
+	$(BIN)/python -c "from lsrdecomp.lora.base.base_files import find_base; print('smollm2 is', find_base('smollm2'))"
 	@echo "Next: $(BIN)/lsrdecomp finetune --model smollm2 --data FILE.jsonl --out my-lora, as docs/evidence/language-models.md goes on"
 
 # Benchmarks whose records are of an older release, cheapest first: make records ARGS="--only cheap"

@@ -13,9 +13,9 @@ import numpy as np
 
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.plots import plot_sweeps
-from lsrdecomp.solvers.base import Sweep
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.solvers.solver import Sweep
 
 # %%
 # A layer that *has* the structure, hidden by a random gauge: two terms a side, 48 × 48, inner rank

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import lsrdecomp as lsr
-from lsrdecomp.compression.layers import layer_pair
+from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.plots import COLOURS
 
 n = 16

@@ -11,9 +11,9 @@ from importlib.resources import files
 import matplotlib.pyplot as plt
 
 from lsrdecomp.analysis import gaussian_limit, layer_grid
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.curves import adapter_curves
-from lsrdecomp.compression.layers import layer_pair
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.search.curves import adapter_curves
+from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.plots import plot_error_curves, plot_layer_grid
 
 lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")

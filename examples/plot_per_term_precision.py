@@ -14,7 +14,7 @@ from lsrdecomp import KroneckerShape, decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.mixed_precision import smallest
 from lsrdecomp.plots import COLOURS
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 n = 32
 i = np.arange(n * n)

@@ -17,19 +17,19 @@ A LoRA adapter
 Sizes and goals
     `KroneckerShape`, `ProductShape`, `CompressionPlan`, `ErrorBudget`, `unit_roundoff`
 
-Rooms
-    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, …, to pass as ``solver=``
-    `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, …
-    `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
+Rooms of matrices
     `kronecker`    shapes, `rearrange`, Kronecker algebra
+    `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, …
     `formats`      number formats of stored factors, mixed precision
+    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, …, to pass as ``solver=``
+    `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
     `analysis`, `plots`         error curves, spectra, Pareto fronts, and their pictures
-    `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
     `errors`       `ShapeError`, `BudgetError`, `CheckpointError`, …, each an `LsrError`
+    ``testing``    checks for Kronecker code of your own: ``import lsrdecomp.testing`` (hypothesis)
 
-To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT),
-`lsrdecomp.calibration`, `lsrdecomp.training`, `lsrdecomp.fidelity` (torch), `lsrdecomp.testing`
-(tests; hypothesis), `lsrdecomp.serving` (a running server asked about an adapter).
+Rooms of LoRA adapters
+    `lora`         files, search, measure, compress, fleet; and, with torch, base and train.
+                   ``import lsrdecomp.lora.peft`` teaches PEFT to open and train LSR
 """
 
 import lazy_loader

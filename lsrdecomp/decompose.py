@@ -27,24 +27,24 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import best_shape
-from lsrdecomp.solvers.base import validate_rank
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
 from lsrdecomp.solvers.decomposition import Decomposition
-from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.solvers.stored import StorageProblem, fewest_bytes, fewest_terms, measure
+from lsrdecomp.solvers.iteration import SolveProgress
+from lsrdecomp.solvers.solver import validate_rank
+from lsrdecomp.solvers.stored_solve import StorageProblem, fewest_bytes, fewest_terms, measure
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import traced_terms
-from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
-from lsrdecomp.targets.separated import Separated
-from lsrdecomp.targets.threads import threads_for
+from lsrdecomp.targets.separated_target import Separated
+from lsrdecomp.targets.target import Dense, Target
+from lsrdecomp.targets.target_threads import threads_for
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lsrdecomp.solvers.base import Solver, Sweep
+    from lsrdecomp.solvers.solver import Solver, Sweep
 
 
 @refuses_unknown

@@ -3,9 +3,9 @@
     batch: Annotated[int, ON_COMMAND_LINE, whole_number(1), "Examples per step."] = 32
 
 From that line come the check and its error, the reading of TOML and JSON, the docstring, and the
-option or the line under ``--set`` on the command line (`lsrdecomp.cli.settings`). transformers'
-HfArgumentParser is built the same way, but to import it takes seconds; pydantic would say what is
-wrong in words that lead nowhere near a TOML file.
+option or the line under ``--set`` on the command line (`lsrdecomp.cli.setting_options`).
+transformers' HfArgumentParser is built the same way, but to import it takes seconds; pydantic would
+say what is wrong in words that lead nowhere near a TOML file.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
 from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
-from lsrdecomp.targets.base import Dense, Rearranged, Target
 from lsrdecomp.targets.convert import as_target
-from lsrdecomp.targets.threads import threads_for
+from lsrdecomp.targets.target import Dense, Rearranged, Target
+from lsrdecomp.targets.target_threads import threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

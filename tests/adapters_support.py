@@ -1,4 +1,4 @@
-"""Small models and hand-written LSR directories, independent of `lsrdecomp.checkpoints`."""
+"""Small models and hand-written LSR directories, independent of `lsrdecomp.lora.files`."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ class Server:
 
 
 def _child(order: dict[str, Any], notes: str) -> None:
-    import lsrdecomp.fleet
+    import lsrdecomp.lora.fleet
     from lsrdecomp.cli.main import run
-    from lsrdecomp.fleet.batch import run_job
+    from lsrdecomp.lora.fleet.fleet_run import run_job
 
     os.setsid()
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -65,7 +65,7 @@ def _child(order: dict[str, Any], notes: str) -> None:
         os.dup2(quiet, stream)
     os.dup2(os.open(notes + ".err", os.O_WRONLY | os.O_CREAT), 2)
     if order.get("here"):
-        lsrdecomp.fleet.joblib_runner = lambda *_: (
+        lsrdecomp.lora.fleet.joblib_runner = lambda *_: (
             lambda jobs, plan: (run_job(job, plan) for job in jobs)
         )
     if "step" in order:
@@ -93,15 +93,15 @@ def _child(order: dict[str, Any], notes: str) -> None:
 def _serve() -> None:
     from typer.testing import CliRunner
 
-    from lsrdecomp import analysis, checkpoints, cli, compression, fleet, plots
+    from lsrdecomp import analysis, cli, lora, plots
     from lsrdecomp.cli.app import app
 
     # Loaded here once, not by every child.
     for room in (
         analysis,
-        checkpoints,
-        compression,
-        fleet,
+        lora.files,
+        lora.search,
+        lora.fleet,
         plots,
     ):
         for name in room.__all__:

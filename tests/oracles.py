@@ -8,7 +8,7 @@ import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import weighted_gauge
 from lsrdecomp.targets.weights import LowRankPlusIdentity
 

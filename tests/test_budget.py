@@ -14,8 +14,8 @@ from lsrdecomp.formats import smallest
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
-from lsrdecomp.solvers.base import ErrorKind, Status
 from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.solver import ErrorKind, Status
 from lsrdecomp.targets import Dense
 
 TWO = KroneckerShape(((8, 8), (8, 8)))

@@ -12,7 +12,7 @@ from lsrdecomp import operators
 from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
-from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.solver import Status
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.testing import kronecker_shapes, matrices, separated_matrices
 

@@ -195,7 +195,8 @@ def test_the_reference_has_every_room():
         )
     )
     rooms = {
-        f"lsrdecomp.{stub.parent.name}" for stub in (ROOT / "lsrdecomp").glob("*/__init__.pyi")
+        ".".join(stub.parent.relative_to(ROOT).parts)
+        for stub in (ROOT / "lsrdecomp").rglob("__init__.pyi")
     }
     assert rooms <= listed
 

@@ -21,22 +21,22 @@ ROOMS = (
     "lsrdecomp.analysis",
     "lsrdecomp.targets",
     "lsrdecomp.formats",
-    "lsrdecomp.checkpoints",
-    "lsrdecomp.compression",
-    "lsrdecomp.fleet",
+    "lsrdecomp.lora.files",
+    "lsrdecomp.lora.search",
+    "lsrdecomp.lora.fleet",
     "lsrdecomp.plots",
-    "lsrdecomp.adapters",
-    "lsrdecomp.calibration",
-    "lsrdecomp.training",
-    "lsrdecomp.fidelity",
-    "lsrdecomp.serving",
+    "lsrdecomp.lora.peft",
+    "lsrdecomp.lora.base",
+    "lsrdecomp.lora.train",
+    "lsrdecomp.lora.compress",
+    "lsrdecomp.lora.measure",
     "lsrdecomp.testing",
 )
 WITHOUT = {
     "lsrdecomp": {
         "distil",
     },
-    "lsrdecomp.checkpoints": {
+    "lsrdecomp.lora.files": {
         "GgufBase",
         "read_base",
         "file_or_directory",
@@ -44,27 +44,27 @@ WITHOUT = {
         "write_gguf",
         "write_lsr",
     },
-    "lsrdecomp.compression": {
+    "lsrdecomp.lora.search": {
         "truncate",
     },
-    "lsrdecomp.fleet": {
+    "lsrdecomp.lora.fleet": {
         "ray_runner",
     },
-    "lsrdecomp.calibration": {
+    "lsrdecomp.lora.base": {
         "calibrate",
         "Reference",
     },
-    "lsrdecomp.training": {
+    "lsrdecomp.lora.train": {
         "FinetuneRecord",
         "evaluate",
         "finetune",
         "read_record",
     },
-    "lsrdecomp.fidelity": {
+    "lsrdecomp.lora.compress": {
         "Evaluator",
         "MeasuredCompression",
     },
-    "lsrdecomp.serving": {
+    "lsrdecomp.lora.measure": {
         "ask_server",
     },
 }

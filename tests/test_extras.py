@@ -22,9 +22,9 @@ import pytest
         ),
         (
             "torch",
-            "import lsrdecomp.adapters",
+            "import lsrdecomp.lora.peft",
             (
-                "ImportError: lsrdecomp.adapters needs torch and PEFT: "
+                "ImportError: lsrdecomp.lora.peft needs torch and PEFT: "
                 "in your clone type pip install -e '.[peft]'"
             ),
         ),

@@ -9,7 +9,7 @@ from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import kronecker_shapes
 from lsrdecomp.shape_search import best_shape
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 
 @cache

@@ -77,7 +77,7 @@ def test_the_report_of_a_compression_runs_without_an_error(width, tmp_path):
 
     demo = Path(lsr.__file__).parent / "cli" / "demo_adapter"
     result = lsr.compress(demo, separation_rank=2, inner_shape=(2, 4))
-    page = lsr.compression.html_report(result, lsr.compression.adapter_curves(result.source))
+    page = lsr.lora.compress.html_report(result, lsr.lora.search.adapter_curves(result.source))
     (tmp_path / "report.html").write_text(page, encoding="utf-8")
     lines, text = console((tmp_path / "report.html").as_uri(), width, tmp_path / "profile")
     assert unwelcome(lines) == []

@@ -8,10 +8,10 @@ import pytest
 
 import lsrdecomp
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.search.layers import layer_product
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -71,7 +71,7 @@ def difference(a, b):
 
 
 def open_with_peft(encoder, directory, **options):
-    import lsrdecomp.adapters  # noqa: F401 - PEFT learns the method here
+    import lsrdecomp.lora.peft  # noqa: F401 - PEFT learns the method here
 
     return peft.PeftModel.from_pretrained(new_base(encoder), directory, **options)
 

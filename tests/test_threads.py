@@ -13,17 +13,17 @@ import scipy.linalg
 from console import run_command
 
 import lsrdecomp
-from lsrdecomp import checkpoints, compression, operators, threads
+from lsrdecomp import lora, operators, threads
 from lsrdecomp.analysis import error_curves, low_rank_curve, rearranged_spectrum, solver_curve
 from lsrdecomp.cli import commands
-from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.layers import open_layers
-from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
-from lsrdecomp.compression.shapes import ShapeRequest
-from lsrdecomp.compression.solve import TaskRunner
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.lora.search.layers import open_layers
+from lsrdecomp.lora.search.plan import CompressionPlan, Resources, Search
+from lsrdecomp.lora.search.searched import search_adapter
+from lsrdecomp.lora.search.shapes import ShapeRequest
+from lsrdecomp.lora.search.solve import TaskRunner
 from lsrdecomp.operators import spectrum
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.threads import (
     MAX_ONE_THREAD_ENTRIES,
     blas_libraries,
@@ -58,8 +58,8 @@ def two_threads():
 
 
 @pytest.fixture(scope="module")
-def lora():
-    return checkpoints.open_checkpoint(DEMO)
+def adapter():
+    return lora.files.open_checkpoint(DEMO)
 
 
 def test_inspect_has_one_thread(monkeypatch):
@@ -74,11 +74,11 @@ def test_inspect_has_one_thread(monkeypatch):
 @pytest.mark.parametrize(
     "loop",
     [
-        lambda lora, step: compression.verify(lora, lora, on_step=step),
-        lambda lora, step: compression.truncate(lora, ratio=4, on_step=step),
-        lambda lora, step: compression.adapter_curves(lora, on_step=step),
-        lambda lora, step: search_adapter(
-            lora,
+        lambda adapter, step: lora.measure.verify(adapter, adapter, on_step=step),
+        lambda adapter, step: lora.compress.truncate(adapter, ratio=4, on_step=step),
+        lambda adapter, step: lora.search.adapter_curves(adapter, on_step=step),
+        lambda adapter, step: search_adapter(
+            adapter,
             [CompressionPlan(ratio=48)],
             search=Search(orders=(2,), rounds=0),
             resources=Resources(on_step=step),
@@ -86,23 +86,23 @@ def test_inspect_has_one_thread(monkeypatch):
     ],
     ids=["verify", "truncate", "curve", "search_adapter"],
 )
-def test_a_loop_over_layers_has_one_thread(lora, loop):
+def test_a_loop_over_layers_has_one_thread(adapter, loop):
     seen = []
-    loop(lora, lambda step: seen.append(counts()))
+    loop(adapter, lambda step: seen.append(counts()))
     assert seen
     assert set().union(*seen) == {1}
 
 
-def test_drawing_a_budget_and_writing_have_one_thread(lora, tmp_path, monkeypatch):
+def test_drawing_a_budget_and_writing_have_one_thread(adapter, tmp_path, monkeypatch):
     searched = search_adapter(
-        lora, [CompressionPlan(ratio=48)], search=Search(orders=(2,), rounds=0)
+        adapter, [CompressionPlan(ratio=48)], search=Search(orders=(2,), rounds=0)
     )
     seen, inner = [], type(searched)._fit
     monkeypatch.setattr(
         type(searched), "_fit", lambda *plan: (seen.append(counts()), inner(*plan))[1]
     )
     searched.compress(CompressionPlan(ratio=60))
-    cut = compression.truncate(lora, ratio=4)
+    cut = lora.compress.truncate(adapter, ratio=4)
     cut.save(tmp_path / "small", on_step=lambda step: seen.append(counts()))
     assert set().union(*seen) == {1}
 
@@ -240,8 +240,8 @@ def test_a_number_that_was_set_inside_is_kept():
         library.set_threads(2)
 
 
-def test_an_abandoned_generator_leaves_nothing_behind(lora):
-    layers = tuple(open_layers(lora))
+def test_an_abandoned_generator_leaves_nothing_behind(adapter):
+    layers = tuple(open_layers(adapter))
     runner = TaskRunner(layers, Resources())
     shape = ProductShape.balanced(layers[0].shape, (2, 4))
     answers = runner.results(
@@ -259,9 +259,9 @@ def test_a_generator_function_is_refused():
             yield
 
 
-def test_workers_have_one_thread_each(lora):
+def test_workers_have_one_thread_each(adapter):
     pytest.importorskip("joblib")
-    runner = TaskRunner(tuple(open_layers(lora)), Resources(workers=2))
+    runner = TaskRunner(tuple(open_layers(adapter)), Resources(workers=2))
     try:
         assert runner._pool.submit(counts).result() == {1}
     finally:

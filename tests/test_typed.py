@@ -8,10 +8,10 @@ from typing import get_type_hints
 import pytest
 
 from lsrdecomp import compress, distil
-from lsrdecomp.compression import truncate
-from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.lora.compress import truncate
+from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings
+from lsrdecomp.lora.search.plan import CompressionPlan
 
 pytest.importorskip("mypy")
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import numpy as np
 
 import lsrdecomp as lsr
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp import compress
 
 shape = lsr.KroneckerShape(((4, 4), (4, 4)))

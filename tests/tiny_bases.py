@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.settings import CompressionPlan
+from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.search.plan import CompressionPlan
 
 WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))
 TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) for i in range(20)]

@@ -29,9 +29,9 @@ from benchmarks.lab.embedded import embedded
 from benchmarks.lab.tasks import published, write_files
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
-from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.record import RECORD, FinetuneRecord, read_record
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.train.finetune_record import RECORD, FinetuneRecord, read_record
+from lsrdecomp.lora.train.finetune_run import finetune
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 ENCODER_TASK = ENCODER | {"steps": 200}
 LANGUAGE = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.adapters import LsrConfig
+from lsrdecomp.lora.peft import LsrConfig
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: LoraConfig(r=8, target_modules="all-linear"),

@@ -29,11 +29,11 @@ from benchmarks import record as records
 from benchmarks.lab.tasks import published, write_files
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
-from lsrdecomp.training.compressed_start import compressed_start
-from lsrdecomp.training.dataset import read_dataset
-from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, read_record
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.train.compressed_start import compressed_start
+from lsrdecomp.lora.train.finetune_record import ADAPTER, RECORD, FinetuneRecord, read_record
+from lsrdecomp.lora.train.finetune_run import finetune
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
+from lsrdecomp.lora.train.run_data import read_dataset
 
 ENCODER = {
     "target_modules": ["query", "key", "value", "attention.output.dense"],

@@ -24,13 +24,13 @@ from typing import Any
 from benchmarks import record as records
 from benchmarks.cost.one_command import encoder
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints import Journal, open_checkpoint
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.settings import CompressionPlan, Search
-from lsrdecomp.fidelity.evaluate import Evaluator
-from lsrdecomp.fidelity.texts import read_data
+from lsrdecomp.lora.base.texts import read_data
+from lsrdecomp.lora.files import Journal, open_checkpoint
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.measure.evaluator import Evaluator
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
+from lsrdecomp.lora.search.searched import search_adapter
 
 SEARCHES = {"LSR": Search(), "truncated SVD": Search(orders=())}
 

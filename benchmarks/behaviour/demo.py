@@ -32,13 +32,13 @@ from benchmarks import record as records
 from benchmarks.lab.structures.fit import make_layers
 from benchmarks.lab.tasks import TASKS
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.caches import SpillCache
-from lsrdecomp.compression.candidates import drop, low_rank_candidates, materialize
-from lsrdecomp.compression.layers import Layer, layer_pair
-from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.formats.allocation import PartOptions, within_cost
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.search.caches import SpillCache
+from lsrdecomp.lora.search.candidates import drop, low_rank_candidates, materialize
+from lsrdecomp.lora.search.layers import Layer, layer_pair
+from lsrdecomp.lora.search.plan import CompressionPlan
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
 RATIOS = (96.0, 48.0, 19.2, 9.6, 4.36)

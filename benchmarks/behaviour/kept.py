@@ -34,16 +34,16 @@ from benchmarks import record as records
 from benchmarks.cost.one_command import encoder
 from benchmarks.lab.tasks import TASKS
 from benchmarks.record import RESULTS
-from lsrdecomp.calibration.dataset import TextPair
-from lsrdecomp.calibration.divergence import Reference, ratio_standard_error
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.measured_settings import EvaluatorSettings
-from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.fidelity.compress import MAX_REPLACEMENTS
-from lsrdecomp.fidelity.evaluate import Evaluator
-from lsrdecomp.training.labelled import texts_of
+from lsrdecomp.lora.base.dataset import TextPair
+from lsrdecomp.lora.base.divergence import Reference, ratio_standard_error
+from lsrdecomp.lora.compress.compress_lora import MAX_REPLACEMENTS
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.measure.evaluator import Evaluator
+from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
+from lsrdecomp.lora.search.plan import CompressionPlan
+from lsrdecomp.lora.search.searched import search_adapter
+from lsrdecomp.lora.train.labelled import texts_of
 
 PACKAGE = Path(str(files("lsrdecomp.cli")))
 LORA = PACKAGE / "demo_adapter"

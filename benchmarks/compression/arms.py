@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.compression.layers import Layer
 from lsrdecomp.decompose import choose_solver
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.lora.search.layers import Layer
 
 HALF = 2
 """Bytes of a float16."""

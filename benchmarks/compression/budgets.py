@@ -28,11 +28,11 @@ from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
 from benchmarks.lab.structures.fit import Fit
 from benchmarks.record import RESULTS
-from lsrdecomp.compression.candidates import Candidate, DropCandidate, LsrCandidate
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.search import fit_budget, search_layers
-from lsrdecomp.compression.settings import Budget, Search
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.lora.search.candidates import Candidate, DropCandidate, LsrCandidate
+from lsrdecomp.lora.search.layers import Layer
+from lsrdecomp.lora.search.plan import Budget, Search
+from lsrdecomp.lora.search.search import fit_budget, search_layers
 
 TIMES = (2, 4, 8, 16, 32, 48)
 STORAGES = ("float16", "int8", "int4")

@@ -5,7 +5,7 @@ and then a LoRA of rank 8 on all its experts (PEFT's ``target_parameters``) on t
 E2E challenge. The LoRA is made smaller in five ways, at equal numbers of parameters over all
 experts:
 
-- each expert by truncated SVD, one threshold over all (`lsrdecomp.compression.truncate`);
+- each expert by truncated SVD, one threshold over all (`lsrdecomp.lora.compress.truncate`);
 - each expert by LSR or truncated SVD, whichever is nearer (`lsrdecomp.compress`);
 - the same in the norm of statistics of each expert, of 256 rows of what the LoRA was trained on;
 - shared terms: the stack of a layer's experts as Σ_k c_k(e) · A1_k ⊗ A2_k, at the best of some
@@ -37,15 +37,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import lsrdecomp as lsr
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.calibration.base_model import Base, adapted_modules
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.experts import attach_adapter
-from lsrdecomp.calibration.heads import Head
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.compression import truncate
-from lsrdecomp.compression.layers import layer_product
+from lsrdecomp.lora.base.base_model import Base, adapted_modules
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.expert_layers import attach_adapter
+from lsrdecomp.lora.base.heads import Head
+from lsrdecomp.lora.compress import truncate
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.files.tensors import Array
+from lsrdecomp.lora.search.layers import layer_product
 
 ROOT = Path(__file__).parents[2]
 SEED, EXPERTS, RANK, LENGTH, BATCH = 0, 8, 8, 96, 16

@@ -24,19 +24,15 @@ import numpy as np
 from benchmarks import record
 from benchmarks.lab.structures.direct import direct_sums_of
 from benchmarks.lab.structures.fit import lsr_candidates, solve_together
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.caches import SpillCache
-from lsrdecomp.compression.candidates import (
-    Candidate,
-    low_rank_candidates,
-    lsr_candidate,
-)
-from lsrdecomp.compression.compress import GIVEN_TERMS_SOLVER
-from lsrdecomp.compression.layers import Layer, layer_pair
-from lsrdecomp.compression.quantize import stored_product
-from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.search.caches import SpillCache
+from lsrdecomp.lora.search.candidates import Candidate, low_rank_candidates, lsr_candidate
+from lsrdecomp.lora.search.layers import Layer, layer_pair
+from lsrdecomp.lora.search.quantize import stored_product
+from lsrdecomp.lora.search.searched import GIVEN_TERMS_SOLVER
+from lsrdecomp.lora.search.shapes import shape_grid
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.joint_als import JointALS
 

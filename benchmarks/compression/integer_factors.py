@@ -23,13 +23,13 @@ from typing import Any
 from benchmarks import record as records
 from benchmarks.lab.structures.fit import FittedLayer, fit_layers, make_layers
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import LowRankCandidate
-from lsrdecomp.compression.layers import layer_pair
-from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
-from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.search.candidates import LowRankCandidate
+from lsrdecomp.lora.search.layers import layer_pair
+from lsrdecomp.lora.search.plan import CompressionPlan
+from lsrdecomp.lora.search.quantize import INTEGER_BITS, quantized_product, refitted_product
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
 

@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.calibration.base_files import find_base
-from lsrdecomp.calibration.base_model import Base, adapted_modules
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.heads import Head
+from lsrdecomp.lora.base.base_files import find_base
+from lsrdecomp.lora.base.base_model import Base, adapted_modules
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.heads import Head
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 JOBS = {

@@ -33,11 +33,11 @@ import numpy as np
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints import write_lora
-from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.fleet.batch import Job, run_fleet, run_job, summary
-from lsrdecomp.fleet.manifest import MANIFEST, Outcome
-from lsrdecomp.fleet.runners import joblib_runner
+from lsrdecomp.lora.files import write_lora
+from lsrdecomp.lora.fleet.fleet_run import Job, run_fleet, run_job, summary
+from lsrdecomp.lora.fleet.manifest import MANIFEST, Outcome
+from lsrdecomp.lora.fleet.runners import joblib_runner
+from lsrdecomp.lora.search.plan import CompressionPlan
 
 PLAN = CompressionPlan(separation_rank=4, storage="float16")
 LAYERS, SIZE, RANK = 4, 128, 8

@@ -26,11 +26,11 @@ import numpy as np
 from benchmarks import record as records
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.tensors import encode_header
-from lsrdecomp.compression.compress import at_given_terms
-from lsrdecomp.compression.layers import layer_pair, open_layers
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.tensors import encode_header
+from lsrdecomp.lora.search.layers import layer_pair, open_layers
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
+from lsrdecomp.lora.search.searched import at_given_terms
 
 RANK = 64
 TERMS = 4

@@ -39,8 +39,8 @@ from unittest.mock import patch
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints.progress import ProgressUpdate
-from lsrdecomp.training.record import commit
+from lsrdecomp.lora.files.progress import ProgressUpdate
+from lsrdecomp.lora.train.finetune_record import commit
 
 PROMPTS = 400
 SENTENCES = 600
@@ -163,9 +163,9 @@ def save(arguments: argparse.Namespace, changes: dict[str, Any]) -> None:
 
 def train_lora(task: str, arguments: argparse.Namespace) -> None:
     """Train the LoRA of a task: r = 8 on q, k, v and o."""
-    from lsrdecomp.training.finetune import finetune
-    from lsrdecomp.training.record import ADAPTER
-    from lsrdecomp.training.settings import FinetuneSettings
+    from lsrdecomp.lora.train.finetune_record import ADAPTER
+    from lsrdecomp.lora.train.finetune_run import finetune
+    from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
     settings = {
         "model": arguments.base,
@@ -205,11 +205,11 @@ def norms_of_task(
     task: str, arguments: argparse.Namespace, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """Measure one task's variants in the norm of each strength; a row a variant."""
-    from lsrdecomp.calibration.dataset import read_examples
-    from lsrdecomp.checkpoints import Journal, open_checkpoint
-    from lsrdecomp.compression.compress import search_adapter
-    from lsrdecomp.compression.settings import CompressionPlan
-    from lsrdecomp.fidelity.evaluate import MAX_TEXTS_OF_TOKENS, Evaluator
+    from lsrdecomp.lora.base.dataset import read_examples
+    from lsrdecomp.lora.files import Journal, open_checkpoint
+    from lsrdecomp.lora.measure.evaluator import MAX_TEXTS_OF_TOKENS, Evaluator
+    from lsrdecomp.lora.search.plan import CompressionPlan
+    from lsrdecomp.lora.search.searched import search_adapter
 
     seed = arguments.draws[0]
     data = folder / "texts.jsonl"
@@ -315,10 +315,10 @@ def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> di
     """Return what a written directory keeps on texts that the command did not have."""
     import torch
 
-    from lsrdecomp.calibration.base_model import load_pair
-    from lsrdecomp.calibration.batches import prompt_batches
-    from lsrdecomp.calibration.dataset import read_examples
-    from lsrdecomp.calibration.divergence import Reference
+    from lsrdecomp.lora.base.base_model import load_pair
+    from lsrdecomp.lora.base.batches import prompt_batches
+    from lsrdecomp.lora.base.dataset import read_examples
+    from lsrdecomp.lora.base.divergence import Reference
 
     torch.set_num_threads(1)
     source, compressed = load_pair(base, str(lora), out)
@@ -339,7 +339,7 @@ def timed_command(typed: list[str]) -> dict[str, Any]:
     from lsrdecomp.cli.main import run
 
     with (
-        patch("lsrdecomp.cli.compress.follow", clock.follow),
+        patch("lsrdecomp.cli.compress_command.follow", clock.follow),
         patch.object(sys, "argv", ["lsrdecomp", *typed]),
     ):
         try:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints.tensors import TensorWriter
+from lsrdecomp.lora.files.tensors import TensorWriter
 
 SIZES = {
     "sdxl": ((640, 640), (1280, 1280), (1280, 2048), (10240, 1280), (1280, 5120)),

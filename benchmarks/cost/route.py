@@ -27,12 +27,12 @@ from benchmarks import record as records
 from benchmarks.lab.structures.fit import fit_layers, make_layers
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.layers import layer_pair
-from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.lora.files import open_checkpoint, write_lora
+from lsrdecomp.lora.search.layers import layer_pair
+from lsrdecomp.lora.search.plan import CompressionPlan
 from lsrdecomp.solvers.pair.joint_als import JointALS
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 RANK = 16

@@ -27,11 +27,11 @@ import numpy as np
 from benchmarks import record as records
 from benchmarks.lab.structures.fit import Fit
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
-from lsrdecomp.checkpoints.statistics import METADATA
-from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.search import fit_budget, search_layers
-from lsrdecomp.compression.settings import CompressionPlan, Resources
+from lsrdecomp.lora.files import open_checkpoint, read_statistics, write_lora
+from lsrdecomp.lora.files.statistics import METADATA
+from lsrdecomp.lora.search.layers import Layer, open_layers
+from lsrdecomp.lora.search.plan import CompressionPlan, Resources
+from lsrdecomp.lora.search.search import fit_budget, search_layers
 
 RATIOS = (96.0, 48.0, 19.0, 10.0, 4.0)
 SIZES = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)
@@ -45,8 +45,8 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
     Statistics have spectra like k^-1.1 (outputs) and k^-1.8 (inputs).
     """
     # Here, since torch comes with them, whose memory is not to be counted.
-    from lsrdecomp.calibration.accumulators import Counts
-    from lsrdecomp.calibration.files import write_statistics
+    from lsrdecomp.lora.base.accumulators import Counts
+    from lsrdecomp.lora.base.statistics_files import write_statistics
 
     adapter, statistics = directory / f"adapter-{count}", directory / f"statistics-{count}"
     if (statistics / METADATA).exists():

@@ -34,8 +34,8 @@ import numpy as np
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS, THREAD_VARIABLES
-from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.decompose import decompose, decompose_each
+from lsrdecomp.lora.files.tensors import TensorWriter
 from lsrdecomp.threads import OneBlasThread, blas_libraries, one_blas_thread
 
 LAYERS, RANK, SEED = 771, 16, 0

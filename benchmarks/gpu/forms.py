@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression import CompressionPlan
-from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.search import CompressionPlan
+from lsrdecomp.lora.search.plan import Search
+from lsrdecomp.lora.search.searched import search_adapter
 
 FORM = "form.json"
 

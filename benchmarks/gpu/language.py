@@ -31,15 +31,15 @@ from benchmarks.gpu.arena import CONVERTED, PUBLISHED, SOURCE
 from benchmarks.gpu.forms import FORM, form_directory, make_forms
 from benchmarks.gpu.needs import Needs
 from benchmarks.language.judge import Judge, opened, said
-from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import read_examples
-from lsrdecomp.calibration.tokens import completion_text, token_batches, tokenize
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import METADATA
-from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.record import ADAPTER, RECORD
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.base.base_model import Base
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.dataset import read_examples
+from lsrdecomp.lora.base.tokens import completion_text, token_batches, tokenize
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.statistics import METADATA
+from lsrdecomp.lora.train.finetune_record import ADAPTER, RECORD
+from lsrdecomp.lora.train.finetune_run import finetune
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 THEIRS = {
     round(SOURCE["parameters"] / count, 3): (

@@ -64,7 +64,7 @@ def is_installed(package: str) -> bool:
 def _missing_model(name: str) -> Iterator[str]:
     """Yield how to get a model that is not on this machine."""
     # Imported here because safetensors comes with it, which may be missing itself.
-    from lsrdecomp.calibration.base_files import PACKAGE, SMOLLM2
+    from lsrdecomp.lora.base.base_files import PACKAGE, SMOLLM2
 
     if name == SMOLLM2:
         if not (is_installed(PACKAGE) and is_installed("gguf")):

@@ -20,16 +20,16 @@ from benchmarks.gpu import language, script
 from benchmarks.gpu.needs import METRIC_PACKAGES, Needs
 from benchmarks.language.tasks import write_task
 from benchmarks.record import RESULTS
-from lsrdecomp.compression import MeasuredSettings
-from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import (
+from lsrdecomp.lora.search import MeasuredSettings
+from lsrdecomp.lora.train.finetune_record import (
     ADAPTER,
     RECORD,
     FinetuneRecord,
     Scores,
     read_record,
 )
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.train.finetune_run import evaluate, finetune
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 LONGEST = 480.0  # seconds of a stage
 LOADING = 30.0  # seconds until a model is there

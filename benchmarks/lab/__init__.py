@@ -4,6 +4,6 @@
 recover …`` run suites.
 """
 
-from lsrdecomp.training.methods import METHODS, Method
+from lsrdecomp.lora.train.methods import METHODS, Method
 
 METHODS["kadaptation"] = Method("benchmarks.lab.compare.kadaptation:KAdaptationConfig")

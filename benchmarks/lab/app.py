@@ -23,15 +23,15 @@ from benchmarks.lab.runs import Failure, Outcome, Run
 from benchmarks.lab.suite import Suite, read_suite
 from benchmarks.record import this_run
 from lsrdecomp import plots
-from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
 from lsrdecomp.cli.outputs import PLACE, checked
-from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.settings import options_of
+from lsrdecomp.cli.progress_bars import follow
+from lsrdecomp.cli.setting_options import options_of
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import LsrError
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.files.progress import Counter
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 Out = Annotated[
     Path, PLACE, typer.Option(help="Directory of the runs; the same one goes on where it was.")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lsrdecomp.calibration.base_files import cache_directory, make_once
+from lsrdecomp.lora.base.base_files import cache_directory, make_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

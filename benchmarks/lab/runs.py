@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError, LsrError, way_to_install
-from lsrdecomp.training.record import RECORD, FinetuneRecord, read_record
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.files.writing import new_file
+from lsrdecomp.lora.train.finetune_record import RECORD, FinetuneRecord, read_record
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 FAILURE = ".failure.json"
 """Ending of the file beside a run's directory that says why there is no such directory."""
@@ -106,7 +106,7 @@ def do_runs(
 
 def do_run(run: Run) -> Outcome:
     """Do one run, in its directory; an error becomes a `Failure` beside it."""
-    from lsrdecomp.training.finetune import finetune
+    from lsrdecomp.lora.train.finetune_run import finetune
 
     failure = _failure(run)
     try:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from benchmarks.lab.embedded import EMBEDDED
 from benchmarks.lab.tasks import TASKS, published, write_files
 from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, settings, whole_number
-from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings, SettingsError
 
 GIVEN_BY_THE_GRID = ("task", "learning_rate", "seed")
 

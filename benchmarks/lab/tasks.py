@@ -13,12 +13,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab.embedded import EMBEDDED, embedded, embedded_place
-from lsrdecomp.calibration.base_files import cache_directory
-from lsrdecomp.calibration.dataset import DataError, TextPair, read_rows
-from lsrdecomp.checkpoints.writing import new_file
-from lsrdecomp.training.labelled import LabelledExample
-from lsrdecomp.training.settings import CLASSES, SCORES, TEXT, FinetuneSettings, SettingsError
-from lsrdecomp.training.settings import TASKS as FINETUNE_TASKS
+from lsrdecomp.lora.base.base_files import cache_directory
+from lsrdecomp.lora.base.dataset import DataError, TextPair, read_rows
+from lsrdecomp.lora.files.writing import new_file
+from lsrdecomp.lora.train.finetune_settings import (
+    CLASSES,
+    SCORES,
+    TEXT,
+    FinetuneSettings,
+    SettingsError,
+)
+from lsrdecomp.lora.train.finetune_settings import TASKS as FINETUNE_TASKS
+from lsrdecomp.lora.train.labelled import LabelledExample
 
 Row = Mapping[str, Any]
 Choices = tuple[TextPair, ...]

@@ -23,10 +23,10 @@ import torch
 from benchmarks import record as records
 from benchmarks.language.judge import Judge, overlaps, said
 from benchmarks.record import RESULTS
-from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.divergence import without_delta
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.divergence import without_delta
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.writing import WEIGHTS
 
 NO_ADAPTER = "no adapter"
 LORA = "the LoRA"

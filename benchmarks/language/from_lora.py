@@ -19,14 +19,14 @@ from typing import Any
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.writers.lsr import pack_lsr
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.quantize import coded_product
-from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import ADAPTER, RECORD, FinetuneRecord, read_record
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.writers.write_lsr import pack_lsr
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.search.layers import layer_product
+from lsrdecomp.lora.search.quantize import coded_product
+from lsrdecomp.lora.train.finetune_record import ADAPTER, RECORD, FinetuneRecord, read_record
+from lsrdecomp.lora.train.finetune_run import evaluate, finetune
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
     "LSR from the LoRA": {"init": "LORA", "ratio": 48.0, "measure_start": True},

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.dataset import PromptExample, read_examples
-from lsrdecomp.calibration.divergence import divergences, without_delta
-from lsrdecomp.calibration.forward import forward, forward_repeatable
-from lsrdecomp.calibration.tokens import prompt_text, token_batches, tokenize
-from lsrdecomp.training.language import generate, overlap
+from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.dataset import PromptExample, read_examples
+from lsrdecomp.lora.base.divergence import divergences, without_delta
+from lsrdecomp.lora.base.forward import forward, forward_repeatable
+from lsrdecomp.lora.base.tokens import prompt_text, token_batches, tokenize
+from lsrdecomp.lora.train.language import generate, overlap
 
 BATCH = 16
 

@@ -51,19 +51,19 @@ from torch import Tensor, nn
 
 from benchmarks.language.subject import Subject
 from lsrdecomp import compress
-from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.distil_trainer import trainable_factors
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression import CompressionPlan
-from lsrdecomp.compression.layers import layer_pair
-from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fidelity.rewrite import rewrite
-from lsrdecomp.fidelity.variants import products_of
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import nearest_codes
+from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.compress.rewrite import rewrite
+from lsrdecomp.lora.compress.variants import products_of
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.search import CompressionPlan
+from lsrdecomp.lora.search.layers import layer_pair
+from lsrdecomp.lora.search.plan import Search
+from lsrdecomp.lora.train.distil_trainer import trainable_factors
 
 Doubles = NDArray[np.float64]
 

@@ -35,14 +35,14 @@ from benchmarks import record as records
 from benchmarks.language.rival_methods import COMPRESSED, METHODS, Rival, compressed, make_rival
 from benchmarks.language.subject import Subject, add_arguments, judged, open_subject
 from benchmarks.record import RESULTS
-from lsrdecomp.adapters.kernels import without_autocast
-from lsrdecomp.calibration.base_model import load_base
-from lsrdecomp.calibration.distil_trainer import kl_loss
-from lsrdecomp.calibration.forward import forward
-from lsrdecomp.calibration.mixed_precision import mixed_precision
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.lora.base.autocast import mixed_precision
+from lsrdecomp.lora.base.base_model import load_base
+from lsrdecomp.lora.base.forward import forward
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.peft.kernels import without_autocast
+from lsrdecomp.lora.train.distil_trainer import kl_loss
 
 FIRST_RATES = {
     "LSR": 0.1,

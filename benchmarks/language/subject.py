@@ -14,15 +14,15 @@ import torch
 from peft.helpers import rescale_adapter_scale
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.batches import prompt_batches
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import PromptExample, read_examples
-from lsrdecomp.calibration.divergence import Reference, ratio_standard_error, without_delta
-from lsrdecomp.calibration.forward import forward_repeatable
-from lsrdecomp.checkpoints import Checkpoint, content_key, open_checkpoint
-from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
-from lsrdecomp.fidelity.evaluate import LORA_SCALE
+from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.batches import prompt_batches
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.dataset import PromptExample, read_examples
+from lsrdecomp.lora.base.divergence import Reference, ratio_standard_error, without_delta
+from lsrdecomp.lora.base.forward import forward_repeatable
+from lsrdecomp.lora.files import Checkpoint, content_key, open_checkpoint
+from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
+from lsrdecomp.lora.measure.evaluator import LORA_SCALE
 
 BATCH = 4
 """Texts of a training step."""

@@ -33,7 +33,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.cp.als import ALS
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 CHUNK = 20
 """Sweeps between two looks at the error of another library."""

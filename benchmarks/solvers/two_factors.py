@@ -127,7 +127,7 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
     from lsrdecomp import KroneckerShape
     from lsrdecomp.kronecker.rearrange import inverse_rearrange
     from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-    from lsrdecomp.targets.base import Dense
+    from lsrdecomp.targets.target import Dense
 
     torch.set_num_threads(options.threads)
     claims: list[Any] = []
@@ -363,7 +363,7 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from lsrdecomp import KroneckerShape, LowRank, decompose
     from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-    from lsrdecomp.targets.base import Dense
+    from lsrdecomp.targets.target import Dense
 
     rng = np.random.default_rng(options.seed)
     decay = 1.0 / np.arange(1.0, 65.0)

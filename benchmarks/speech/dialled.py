@@ -33,21 +33,21 @@ from benchmarks import record as records
 from benchmarks.record import RESULTS
 from benchmarks.speech.whisper import open_whisper
 from lsrdecomp import compress
-from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.distil import distil_factors
-from lsrdecomp.calibration.divergence import Reference
-from lsrdecomp.calibration.heads import Batch, Head
-from lsrdecomp.calibration.teacher import DistillationData
-from lsrdecomp.calibration.tokens import LOSS_MASK, model_inputs
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression import CompressionPlan
-from lsrdecomp.compression.settings import Search
-from lsrdecomp.fidelity.rewrite import rewrite
-from lsrdecomp.fidelity.variants import products_of
+from lsrdecomp.lora.base.base_model import Base
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.heads import Batch, Head
+from lsrdecomp.lora.base.tokens import LOSS_MASK, model_inputs
+from lsrdecomp.lora.compress.rewrite import rewrite
+from lsrdecomp.lora.compress.variants import products_of
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.statistics import METADATA, read_statistics
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.measure.teacher import DistillationData
+from lsrdecomp.lora.search import CompressionPlan
+from lsrdecomp.lora.search.plan import Search
+from lsrdecomp.lora.train.distillation import distil_factors
 
 RATE = 16_000
 SECONDS = 2.0

@@ -1,11 +1,11 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
-from .curves import ErrorCurve as ErrorCurve
-from .curves import error_curve as error_curve
-from .curves import error_curves as error_curves
-from .curves import low_rank_curve as low_rank_curve
-from .curves import solver_curve as solver_curve
-from .layers import LayerGrid as LayerGrid
-from .layers import layer_grid as layer_grid
+from .error_curves import ErrorCurve as ErrorCurve
+from .error_curves import error_curve as error_curve
+from .error_curves import error_curves as error_curves
+from .error_curves import low_rank_curve as low_rank_curve
+from .error_curves import solver_curve as solver_curve
+from .layer_figures import LayerGrid as LayerGrid
+from .layer_figures import layer_grid as layer_grid
 from .limits import Limit as Limit
 from .limits import gaussian_limit as gaussian_limit
 from .pareto import ParetoPoint as ParetoPoint

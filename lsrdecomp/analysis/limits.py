@@ -6,13 +6,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.analysis.records import lists_for_tuples
+from lsrdecomp.analysis.record_values import lists_for_tuples
 from lsrdecomp.arrays import to_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.target import LowRank
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lsrdecomp.analysis.curves import ErrorCurve
+    from lsrdecomp.analysis.error_curves import ErrorCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def pareto_front(
 
     Examples
     --------
-    >>> from lsrdecomp.analysis.curves import ErrorCurve
+    >>> from lsrdecomp.analysis.error_curves import ErrorCurve
     >>> flat = ErrorCurve("flat", (0, 1, 2), (0, 10, 20), (1.0, 0.9, 0.8), 1.0)
     >>> steep = ErrorCurve("steep", (0, 1), (0, 15), (1.0, 0.1), 1.0)
     >>> [(point.label, point.size) for point in pareto_front([flat, steep])]

@@ -9,7 +9,7 @@ from typing import Any
 from lsrdecomp.arrays import as_double, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.convert import as_target
-from lsrdecomp.targets.threads import threads_for
+from lsrdecomp.targets.target_threads import threads_for
 
 
 @dataclass(frozen=True, slots=True, repr=False)

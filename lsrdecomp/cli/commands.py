@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints, compression, plots
-from lsrdecomp.checkpoints.progress import Counter
-from lsrdecomp.checkpoints.writers.table import WRITERS, writer_names
+from lsrdecomp import lora, plots
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.calibrate import calibrate
-from lsrdecomp.cli.compress import compress
-from lsrdecomp.cli.distil import distil
-from lsrdecomp.cli.finetune import finetune
-from lsrdecomp.cli.fleet import fleet
+from lsrdecomp.cli.calibrate_command import calibrate
+from lsrdecomp.cli.compress_command import compress
+from lsrdecomp.cli.distil_command import distil
+from lsrdecomp.cli.finetune_command import finetune
+from lsrdecomp.cli.fleet_command import fleet
 from lsrdecomp.cli.layer_tables import checkpoint_table
 from lsrdecomp.cli.options import (
     Adapter,
@@ -34,16 +32,18 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.program import program
-from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.requests import Display, Opening, Outputs
-from lsrdecomp.cli.settings import option_groups
-from lsrdecomp.cli.verify import verify
+from lsrdecomp.cli.setting_options import option_groups
+from lsrdecomp.cli.verify_command import verify
 from lsrdecomp.errors import CheckpointError, LsrError, needs, way_to_install
+from lsrdecomp.lora.files.progress import Counter
+from lsrdecomp.lora.files.writers.table import WRITERS, writer_names
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.lora.files import Checkpoint
 
 PLACES_HELP = "; ".join(
     f"a {place} for {', '.join(writer.name for writer in WRITERS if writer.place == place)}"
@@ -111,9 +111,9 @@ def curve(
             )
         with needs("a picture", "plots"):  # before any work
             import matplotlib  # noqa: F401
-    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
+    checkpoint = lora.files.open_checkpoint(adapter, name=name, alpha=alpha)
     with follow(quiet=quiet) as step:
-        curves = compression.adapter_curves(checkpoint, on_step=step)
+        curves = lora.search.adapter_curves(checkpoint, on_step=step)
     if not any(curve.norm > 0.0 for curve in curves):
         raise CheckpointError(
             "ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path
@@ -202,11 +202,11 @@ def export(
     # --alpha is that of the file which does not hold one: the LoRA, if there are two.
     model = None
     if like is not None:
-        model = checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
+        model = lora.files.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
-    checkpoint = checkpoints.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
+    checkpoint = lora.files.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
     base_path = None if base is None else _base_path(base)
-    compression.export_lora(
+    lora.compress.export_lora(
         checkpoint,
         out,
         to=to,
@@ -231,7 +231,7 @@ def export(
 
 def _base_path(base: str) -> Path:
     """Return where names of a base are read: its path, or the file packaged for a short name."""
-    from lsrdecomp.calibration import base_files
+    from lsrdecomp.lora.base import base_files
 
     path = Path(base)
     if base == base_files.SMOLLM2 and not path.exists():
@@ -242,10 +242,10 @@ def _base_path(base: str) -> Path:
 
 
 def _what_servers_miss(
-    source: checkpoints.Checkpoint, out: Path, *, without_heads: bool
+    source: lora.files.Checkpoint, out: Path, *, without_heads: bool
 ) -> Iterator[str]:
     """Yield what of the common form could not be had."""
-    from lsrdecomp.checkpoints.provenance import read_provenance
+    from lsrdecomp.lora.files.provenance import read_provenance
 
     if source.extras and not without_heads:
         names = ", ".join(source.extras)
@@ -253,7 +253,7 @@ def _what_servers_miss(
             f"Also written: {names}. Servers of language models ignore them, or refuse the file; "
             "--without-heads leaves them out."
         )
-    written = {layer.name for layer in checkpoints.open_checkpoint(out).layers}
+    written = {layer.name for layer in lora.files.open_checkpoint(out).layers}
     missing = [name for name in read_provenance(source).get("dropped", ()) if name not in written]
     if missing:
         yield (
@@ -298,7 +298,7 @@ def demo(
         typer.echo("\nExported as a plain LoRA, for tools that load LoRA:")
         export(out / "lsr", out / "lora", force=True)
         # 2. Both, measured again from their files.
-        checkpoint = checkpoints.open_checkpoint(source)
+        checkpoint = lora.files.open_checkpoint(source)
         _verify_demo(checkpoint, out)
         # 3. What is kept at this size and at others, as measured by us on reviews.
         kept = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
@@ -327,8 +327,8 @@ def demo(
 def _verify_demo(source: Checkpoint, out: Path) -> None:
     """Measure both adapters of the demo again, from their files."""
     for name in ("lsr", "lora"):
-        written = checkpoints.open_checkpoint(out / name)
-        if not compression.verify(source, written).passed:
+        written = lora.files.open_checkpoint(out / name)
+        if not lora.measure.verify(source, written).passed:
             raise LsrError(f"{out / name} is not what was recorded when it was written")
     typer.echo("Verified: the errors of both, measured again from the files, are those recorded.\n")
 
@@ -355,8 +355,8 @@ def _shares_by_size(kept: dict[str, Any], method: str, full_size: int) -> dict[f
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     """Return ‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
     from lsrdecomp.arrays import tail_norms
-    from lsrdecomp.checkpoints import LoraLayer
-    from lsrdecomp.compression.layers import layer_pair, layer_product
+    from lsrdecomp.lora.files import LoraLayer
+    from lsrdecomp.lora.search.layers import layer_pair, layer_product
     from lsrdecomp.targets import LowRank
 
     if isinstance(layer, LoraLayer):
@@ -397,5 +397,5 @@ def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[
 
 def _save(axes: Any, out: Path) -> None:
     """Write a picture, whole or not at all."""
-    with checkpoints.new_file(out, force=True) as part:
+    with lora.files.new_file(out, force=True) as part:
         plots.save_figure(axes, part, out.suffix[1:])

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp import checkpoints
-from lsrdecomp.checkpoints.names import common_prefix, module_role
+from lsrdecomp import lora
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
+from lsrdecomp.lora.files.layer_names import common_prefix, module_role
 
 if TYPE_CHECKING:
-    from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-    from lsrdecomp.compression import LayerReport, Totals, Verification
-    from lsrdecomp.compression.verify import LayerCheck
+    from lsrdecomp.lora.files import Checkpoint, LoraLayer
+    from lsrdecomp.lora.measure import Verification
+    from lsrdecomp.lora.measure.verify_files import LayerCheck
+    from lsrdecomp.lora.search import LayerReport, Totals
 
 FEW_LAYERS = 24
 """Up to this many layers each has its row; of more, equal ones share one unless all are asked for.
@@ -94,7 +95,7 @@ def checkpoint_table(
     ranks_by_name = dict(zip(names, ranks, strict=True))
 
     def structure(layer: Any) -> str:
-        if isinstance(layer, checkpoints.LoraLayer):
+        if isinstance(layer, lora.files.LoraLayer):
             return "LoRA"
         return str(layer.label)
 

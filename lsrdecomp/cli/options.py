@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from lsrdecomp.cli.outputs import NEW_FILE
-from lsrdecomp.compression.settings import STORAGE_NAMES
 from lsrdecomp.fields import SettingsError
+from lsrdecomp.lora.search.plan import STORAGE_NAMES
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 """Powers of 1000, or of 1024, that letters of sizes stand for."""

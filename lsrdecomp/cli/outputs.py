@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from lsrdecomp import checkpoints
+from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fields import INPUT_PATH
@@ -30,16 +30,16 @@ class Output:
 Input = INPUT_PATH
 """Marks a text that may name a file or directory which is read; paths are such anyway."""
 NEW_FILE = Output(
-    lambda path, inputs, force: checkpoints.check_output_file(path, inputs, force=force)
+    lambda path, inputs, force: lora.files.check_output_file(path, inputs, force=force)
 )
 """A file; an existing one is replaced only with --force."""
 NEW_DIRECTORY = Output(
-    lambda path, inputs, force: checkpoints.check_output_directory(path, inputs, force)
+    lambda path, inputs, force: lora.files.check_output_directory(path, inputs, force)
 )
 """An adapter directory; an existing one is replaced as a whole, and only with --force."""
 PLACE = Output(lambda path, inputs, _: _check_directory(path, inputs))
 """A directory that the verb looks at itself: it may hold what an interrupted run left."""
-UNKNOWN = Output(lambda path, inputs, _: checkpoints.check_output_path(path, inputs))
+UNKNOWN = Output(lambda path, inputs, _: lora.files.check_output_path(path, inputs))
 """A file or a directory; the verb knows which, and asks for the rest."""
 
 
@@ -86,7 +86,7 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 def _say_leftovers(path: Path) -> None:
     """Remove what killed runs left of an output, and name what is too young to be removed."""
-    for leftover in checkpoints.remove_leftovers(path.absolute()):
+    for leftover in lora.files.remove_leftovers(path.absolute()):
         shown = shlex.quote(str(leftover))
         tables.say(f"{leftover} was left by a run that was killed; remove it: rm -r {shown}")
 
@@ -149,7 +149,7 @@ def _check_outputs(
 
 def _check_directory(path: Path, inputs: tuple[Path, ...]) -> None:
     """Raise `CheckpointError` for a directory that cannot be written into."""
-    checkpoints.check_output_path(path, inputs)
+    lora.files.check_output_path(path, inputs)
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file; name a directory to write", path=path)
 
@@ -157,7 +157,7 @@ def _check_directory(path: Path, inputs: tuple[Path, ...]) -> None:
 def _files_read(path: Path) -> list[Path]:
     """Return what is read where a path is named: a weight file's config lies beside it."""
     files = [path]
-    config = path.parent / checkpoints.CONFIG
+    config = path.parent / lora.files.CONFIG
     if path.is_file() and config.is_file():
         files.append(config)
     return [file for file in files if file.exists()]

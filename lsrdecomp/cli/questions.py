@@ -14,9 +14,9 @@ from lsrdecomp.errors import LsrError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lsrdecomp.calibration.base_model import Base
-    from lsrdecomp.calibration.dataset import PromptExample, TextPair
-    from lsrdecomp.compression.measured_settings import EvaluatorSettings
+    from lsrdecomp.lora.base.base_model import Base
+    from lsrdecomp.lora.base.dataset import PromptExample, TextPair
+    from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 SETTINGS = ("max_length", "truncate", "dtype")
 """Fields of `EvaluatorSettings` that are options of each verb that asks questions."""
@@ -69,7 +69,7 @@ class Questions:
 
     def read(self) -> list[PromptExample] | list[TextPair]:
         """Return the examples of the source."""
-        from lsrdecomp.calibration.dataset import read_examples, read_text_pairs
+        from lsrdecomp.lora.base.dataset import read_examples, read_text_pairs
 
         if self.data is not None:
             return read_examples(self.data)
@@ -86,7 +86,7 @@ class Questions:
         seed: int,
     ) -> Iterator[dict[str, Tensor]]:
         """Return batches of what `read` returned, in an order drawn from ``seed``."""
-        from lsrdecomp.calibration.batches import prompt_batches, text_batches
+        from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 
         if self.data is not None:
             return prompt_batches(

@@ -6,16 +6,16 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lsrdecomp import checkpoints
+from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.program import program
 from lsrdecomp.cli.requests import flag
-from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.lora.search.plan import GOALS
 
 if TYPE_CHECKING:
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import Compression
+    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.search import Compression
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
@@ -29,12 +29,12 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
     if is_peft and not checkpoint.config.get("target_parameters"):
         has_experts = any(".experts." in layer.name for layer in checkpoint.layers)
         if checkpoint.format != "peft-lora" or not has_experts:
-            return "Open it with PEFT after `import lsrdecomp.adapters`."
+            return "Open it with PEFT after `import lsrdecomp.lora.peft`."
         out = quoted(f"{output}-lora")
         command = f"{program()} export {quoted(output)} --out {out}"
         return f"For PEFT, which stacks experts:\n  {command}"
     try:
-        is_directory = checkpoints.file_or_directory(checkpoint) == "directory"
+        is_directory = lora.files.file_or_directory(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")

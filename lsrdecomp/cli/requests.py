@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints
+from lsrdecomp import lora
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
-from lsrdecomp.compression.request import Interface, Request, routes_of
-from lsrdecomp.compression.settings import ALL_ROUTES, TO_DIRECTORY, ReadOn, Route
+from lsrdecomp.lora.search.plan import ALL_ROUTES, TO_DIRECTORY, ReadOn, Route
+from lsrdecomp.lora.search.request import Interface, Request, routes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import CompressionPlan
+    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.search import CompressionPlan
 
 GOALS = (
     "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E; such as "
@@ -42,7 +42,7 @@ class Opening:
 
     def open(self, adapter: Path) -> Checkpoint:
         """Return the adapter, opened."""
-        return checkpoints.open_checkpoint(
+        return lora.files.open_checkpoint(
             adapter, name=self.name, alpha=self.alpha, max_memory=self.max_memory
         )
 

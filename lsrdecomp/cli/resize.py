@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from lsrdecomp import checkpoints, compression
+from lsrdecomp import lora
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.recommendations import warn_of_growth
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.cli.requests import Display, Opening, Outputs
-    from lsrdecomp.compression import CompressionPlan, Truncation
-    from lsrdecomp.compression.request import Request
+    from lsrdecomp.lora.compress import Truncation
+    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.search import CompressionPlan
+    from lsrdecomp.lora.search.request import Request
 
 METHOD = (
     "Used truncated SVD with one global threshold. Without a base model only the weights can be "
@@ -35,7 +36,7 @@ OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf")
 
 def lora_files(folder: Path) -> list[Path]:
     """Return the LoRA files of a directory without a config, if there are more than one."""
-    if not folder.is_dir() or (folder / checkpoints.CONFIG).exists():
+    if not folder.is_dir() or (folder / lora.files.CONFIG).exists():
         return []
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     return files if len(files) > 1 else []
@@ -107,7 +108,7 @@ def _resize_adapter(
     figures = []
     for plan, path in zip(plans, _paths(checkpoint, plans, out, outputs), strict=True):
         with follow(quiet=display.quiet) as step:
-            cut = compression.truncate(checkpoint, plan, on_step=step)
+            cut = lora.compress.truncate(checkpoint, plan, on_step=step)
             if path is not None:
                 cut.save(path, force=outputs.force, on_step=step)
         if display.verbose:
@@ -126,7 +127,7 @@ def _paths(
 
     Those of several ratios share the name, with the ratio before its ending.
     """
-    is_directory = checkpoints.file_or_directory(checkpoint) == "directory"
+    is_directory = lora.files.file_or_directory(checkpoint) == "directory"
     if names_file(out) and is_directory:
         raise UnsupportedError(
             f"{checkpoint.format} is a directory with a config, no single file: name a directory "
@@ -142,15 +143,15 @@ def _paths(
     inputs = (checkpoint.path, checkpoint.weights)
     for path in paths:
         if is_directory:
-            checkpoints.check_output_directory(path, inputs, outputs.force)
+            lora.files.check_output_directory(path, inputs, outputs.force)
         else:
-            checkpoints.check_output_file(path, inputs, force=outputs.force)
+            lora.files.check_output_file(path, inputs, force=outputs.force)
     return paths
 
 
 def _weights(path: Path) -> Path:
     """Return the weight file of what was written at a path."""
-    return checkpoints.open_checkpoint(path).weights if path.is_dir() else path
+    return lora.files.open_checkpoint(path).weights if path.is_dir() else path
 
 
 def _log_lines(cut: Truncation) -> Iterator[str]:
@@ -208,11 +209,11 @@ def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
 
 def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     """Say what was written, and return what rounding adds to its relative error at most."""
-    from lsrdecomp.checkpoints.tensors import read_header
+    from lsrdecomp.lora.files.tensors import read_header
 
     weights = _weights(path)
     if path.suffix == ".gguf":  # whose header has no record: it is measured
-        written = compression.verify(cut.source, checkpoints.open_checkpoint(path))
+        written = lora.measure.verify(cut.source, lora.files.open_checkpoint(path))
         rounding = abs(written.relative_error - cut.relative_error)
     else:
         record = loads(read_header(weights).metadata["lsrdecomp"])

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.cli.options import read_toml
-from lsrdecomp.compression.measured_settings import MeasuredSettings
-from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import CheckpointError, unknown
 from lsrdecomp.fields import POSITIVE, Alias, Field, Settings, SettingsError, settings, whole_number
+from lsrdecomp.lora.files.file_checks import read_json
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings
+from lsrdecomp.lora.search.plan import GOALS, CompressionPlan
 
 TABLE = "compress"
 """Table of a TOML file that holds the settings, also for ``fleet --plan``."""

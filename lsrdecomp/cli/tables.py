@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lsrdecomp import checkpoints
-from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp import lora
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
+from lsrdecomp.lora.files.file_checks import bytes_to_open
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.fleet import Outcome
+    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.fleet import Outcome
 
 
 def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
@@ -112,7 +112,7 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
     """
     with ExitStack() as together:
         waiting = {
-            path: together.enter_context(checkpoints.new_file(path, force=True)) for path in texts
+            path: together.enter_context(lora.files.new_file(path, force=True)) for path in texts
         }
         for path, text in texts.items():
             with waiting[path].open("w", encoding="utf-8") as file:
@@ -146,7 +146,7 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     """
     heads = source.extra_bytes
     before = bytes_to_open(source.weights) - heads
-    after = bytes_to_open(out / checkpoints.WEIGHTS) - heads
+    after = bytes_to_open(out / lora.files.WEIGHTS) - heads
     times = f", {before / after:.3g} times fewer" if before > after else ""
     text = f"Weights and config: {after:,} bytes instead of {before:,}{times}."
     if heads:

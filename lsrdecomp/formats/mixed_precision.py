@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.targets.base import Target
+    from lsrdecomp.targets.target import Target
 
 SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
 """Formats that are chosen from unless told: bfloat16 and e5m2 spend bits on range that unit factors

@@ -23,7 +23,7 @@ class Stored(Protocol):
     """A layer as it lies on disk, in one structure and one storage type.
 
     Whoever writes, counts, prices or names a layer asks it; nobody else knows which structures
-    there are. How each is laid out in bytes stands in `lsrdecomp.checkpoints.encodings`.
+    there are. How each is laid out in bytes stands in `lsrdecomp.lora.files.encodings`.
     """
 
     @property

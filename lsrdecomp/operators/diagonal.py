@@ -19,7 +19,7 @@ import numpy as np
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers
-from lsrdecomp.operators.single import deviation
+from lsrdecomp.operators.single_term import deviation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

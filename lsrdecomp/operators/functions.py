@@ -8,8 +8,8 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, to_numpy
 from lsrdecomp.operators.diagonal import along, diagonalize
+from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
 from lsrdecomp.operators.host import as_solution, check_sides, to_host, without_gradient
-from lsrdecomp.operators.threads import one_thread_for_small_factors
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix

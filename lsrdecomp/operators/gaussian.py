@@ -17,8 +17,8 @@ import numpy as np
 from lsrdecomp.arrays import like, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.operators.diagonal import along
-from lsrdecomp.operators.gradients import followed_once, requires_gradient, with_derivative
-from lsrdecomp.operators.single import outer, require_hermitian
+from lsrdecomp.operators.single_term import outer, require_hermitian
+from lsrdecomp.operators.term_gradients import followed_once, requires_gradient, with_derivative
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

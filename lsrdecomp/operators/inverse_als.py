@@ -18,10 +18,10 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import LsrError, MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
 from lsrdecomp.operators.host import to_host
 from lsrdecomp.operators.preconditioners import nearest_kronecker
-from lsrdecomp.operators.single import inv
-from lsrdecomp.operators.threads import one_thread_for_small_factors
+from lsrdecomp.operators.single_term import inv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

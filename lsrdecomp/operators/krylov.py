@@ -10,7 +10,7 @@ import numpy as np
 from lsrdecomp.arrays import is_complex
 from lsrdecomp.errors import LsrError, MatrixError
 from lsrdecomp.operators.preconditioners import nearest_kronecker
-from lsrdecomp.operators.single import deviation, inv
+from lsrdecomp.operators.single_term import deviation, inv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

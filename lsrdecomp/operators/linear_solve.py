@@ -29,15 +29,15 @@ from lsrdecomp.errors import (
     MatrixError,
 )
 from lsrdecomp.operators.diagonal import Diagonalized, diagonalize
-from lsrdecomp.operators.gradients import (
+from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
+from lsrdecomp.operators.host import as_solution, check_separated, check_sides, to_host
+from lsrdecomp.operators.krylov import KrylovMethod, krylov
+from lsrdecomp.operators.single_term import solve_single
+from lsrdecomp.operators.term_gradients import (
     requires_gradient,
     solution_with_gradient,
     without_graph,
 )
-from lsrdecomp.operators.host import as_solution, check_separated, check_sides, to_host
-from lsrdecomp.operators.krylov import KrylovMethod, krylov
-from lsrdecomp.operators.single import solve_single
-from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.operators.triangular import Triangularized, triangularize
 from lsrdecomp.precision import tolerance
 

@@ -29,8 +29,8 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
 from lsrdecomp.operators.host import to_host
-from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.convert import as_target
 

@@ -10,14 +10,14 @@ from lsrdecomp.arrays import Array, is_complex, like, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
-from lsrdecomp.operators.gradients import (
+from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
+from lsrdecomp.operators.host import check_separated, to_host
+from lsrdecomp.operators.single_term import slogdet_of_term
+from lsrdecomp.operators.term_gradients import (
     log_det_with_gradient,
     requires_gradient,
     without_graph,
 )
-from lsrdecomp.operators.host import check_separated, to_host
-from lsrdecomp.operators.single import slogdet_of_term
-from lsrdecomp.operators.threads import one_thread_for_small_factors
 from lsrdecomp.operators.triangular import triangularize
 
 

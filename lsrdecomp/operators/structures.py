@@ -15,9 +15,9 @@ from array_api_compat import is_array_api_obj
 from lsrdecomp.arrays import device, namespace
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import row_blocks
 from lsrdecomp.targets.row_stream import RowStream
+from lsrdecomp.targets.target import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,17 +1,17 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
-from .base import ErrorKind as ErrorKind
-from .base import Event as Event
-from .base import PairSolution as PairSolution
-from .base import PairSolver as PairSolver
-from .base import Solution as Solution
-from .base import Solver as Solver
-from .base import Status as Status
-from .base import Sweep as Sweep
 from .cp.als import ALS as ALS
 from .cp.tensorly import TensorLyCP as TensorLyCP
 from .decomposition import Decomposition as Decomposition
 from .pair.factorwise import FactorwiseSVD as FactorwiseSVD
 from .pair.joint_als import JointALS as JointALS
+from .solver import ErrorKind as ErrorKind
+from .solver import Event as Event
+from .solver import PairSolution as PairSolution
+from .solver import PairSolver as PairSolver
+from .solver import Solution as Solution
+from .solver import Solver as Solver
+from .solver import Status as Status
+from .solver import Sweep as Sweep
 from .svd.batched import BatchedKrylov as BatchedKrylov
 from .svd.dense import SVD as SVD
 from .svd.golub_kahan import BlockGolubKahan as BlockGolubKahan

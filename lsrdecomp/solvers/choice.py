@@ -20,14 +20,14 @@ from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.solvers.svd.greedy import Greedy
-from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.known_entries import KnownEntries
+from lsrdecomp.targets.target import Dense, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.solvers.base import Solver
+    from lsrdecomp.solvers.solver import Solver
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
     "svd": SVD,
@@ -59,7 +59,7 @@ def named_solver(solver: Any) -> Solver:
     if not callable(getattr(solver, "solve", None)):
         raise BudgetError(
             f"solver: {type(solver).__name__} has no method solve; "
-            "see lsrdecomp.solvers.base.Solver"
+            "see lsrdecomp.solvers.solver.Solver"
         )
     if isinstance(solver, Greedy):
         raise BudgetError(

@@ -13,7 +13,7 @@ from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.files import read_figures, read_terms, write_terms
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import LARGE_CONDITION, PRECISIONS, unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Event, Status, Sweep
+from lsrdecomp.solvers.solver import ErrorKind, Event, Status, Sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lsrdecomp.arrays import device, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import Solution, Solver, Sweep, validate_request
-from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.iteration import SolveProgress
+from lsrdecomp.solvers.solver import Solution, Solver, Sweep, validate_request
 from lsrdecomp.targets.convert import as_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lsrdecomp.targets.base import Target
+    from lsrdecomp.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.operator import Operator
 from lsrdecomp.targets.row_stream import RowStream
-from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.separated_target import Separated
 from lsrdecomp.targets.sparse import Sparse
+from lsrdecomp.targets.target import Dense, Target
 
 
 def as_target(matrix: Any) -> Target:

@@ -24,7 +24,7 @@ from lsrdecomp.targets.residual import check_sizes, pair_core, pair_distances
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
 if TYPE_CHECKING:
-    from lsrdecomp.targets.base import Approximation, LowRank
+    from lsrdecomp.targets.target import Approximation, LowRank
 
 SMALLEST_LENGTH = 1e-140
 """Shortest columns whose squares keep their digits in double precision."""

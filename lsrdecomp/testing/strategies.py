@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.target import LowRank
 
 SIZES = (1, 2, 3, 4, 5, 7)
 """Factor sides that are drawn: one, primes, and a composite."""

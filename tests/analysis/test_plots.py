@@ -30,7 +30,7 @@ from lsrdecomp.plots import (  # noqa: E402
     save_figure,
 )
 from lsrdecomp.plots.pictures import LINE_NAME  # noqa: E402
-from lsrdecomp.solvers.base import Sweep  # noqa: E402
+from lsrdecomp.solvers.solver import Sweep  # noqa: E402
 
 BASELINES = Path(__file__).parent / "baseline_images"
 

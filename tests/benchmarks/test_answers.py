@@ -16,9 +16,9 @@ from tiny_language_model import make_base  # noqa: E402
 from benchmarks.language import answers  # noqa: E402
 from benchmarks.language.tasks import write_tasks  # noqa: E402
 from lsrdecomp import compress  # noqa: E402
-from lsrdecomp.training.finetune import finetune  # noqa: E402
-from lsrdecomp.training.record import ADAPTER  # noqa: E402
-from lsrdecomp.training.settings import FinetuneSettings  # noqa: E402
+from lsrdecomp.lora.train.finetune_record import ADAPTER  # noqa: E402
+from lsrdecomp.lora.train.finetune_run import finetune  # noqa: E402
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.compression import arms, budgets
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.lora.search.layers import Layer
+from lsrdecomp.targets.target import LowRank
 
 DEMO = Path(__file__).resolve().parents[2] / "lsrdecomp" / "cli" / "demo_adapter"
 

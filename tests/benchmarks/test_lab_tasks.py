@@ -10,10 +10,10 @@ pytest.importorskip("sklearn")
 
 from benchmarks.lab.embedded import EmbeddedRecipe, embedded
 from benchmarks.lab.tasks import TASKS, metrics_of, published, write_files
-from lsrdecomp.calibration.dataset import DataError
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.training.labelled import Labels, find_labels
-from lsrdecomp.training.settings import SettingsError
+from lsrdecomp.lora.base.dataset import DataError
+from lsrdecomp.lora.train.finetune_settings import SettingsError
+from lsrdecomp.lora.train.labelled import Labels, find_labels
 
 SIZES = {
     "CoLA": (8551, 1043),

@@ -15,7 +15,7 @@ from tiny_bases import write_directories
 
 import lsrdecomp as lsr
 from benchmarks.cost import one_command
-from lsrdecomp.compression.measured_settings import MeasuredSettings
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 
 
 @pytest.fixture

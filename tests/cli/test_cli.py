@@ -12,8 +12,8 @@ import typer
 from console import run_command, run_in_process
 
 import lsrdecomp
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.cli.options import memory_size
+from lsrdecomp.lora.files import open_checkpoint, write_lora
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 

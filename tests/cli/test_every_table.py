@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
-from lsrdecomp.fleet.manifest import Outcome
-from lsrdecomp.training.record import FinetuneRecord, Scores
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.fleet.manifest import Outcome
+from lsrdecomp.lora.train.finetune_record import FinetuneRecord, Scores
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 WIDTHS = (80, 100, 130)
 ALL = 1000
@@ -38,7 +38,7 @@ def check(narrow, whole, width, needed=()):
 
 def test_a_training_run_ends_with_each_score_of_each_set_of_examples(monkeypatch, tmp_path):
     pytest.importorskip("torch")
-    module = importlib.import_module("lsrdecomp.training.finetune")
+    module = importlib.import_module("lsrdecomp.lora.train.finetune_run")
     record = FinetuneRecord(
         settings=FinetuneSettings("base", "train.tsv", "classes", learning_rate=0.01),
         start=Scores({"accuracy": 0.25, "f1": 0.5}, 0.25, 0.75, 1408),

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.checkpoints.writers.table import writer_names
 from lsrdecomp.cli.app import app
-from lsrdecomp.compression import export_lora
 from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.lora.compress import export_lora
+from lsrdecomp.lora.files import open_checkpoint, write_lora
+from lsrdecomp.lora.files.writers.table import writer_names
 
 LLAMA = {
     "model_type": "llama",
@@ -143,8 +143,8 @@ def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, 
     pytest.importorskip("peft")
     from tiny_bases import TEXTS, write_directories
 
-    from lsrdecomp.calibration.base_model import LOADERS
     from lsrdecomp.cli.recommendations import TASKS
+    from lsrdecomp.lora.base.base_model import LOADERS
 
     assert set(TASKS) == set(LOADERS)
     monkeypatch.chdir(write_directories(tmp_path, kind))

@@ -16,13 +16,13 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from lsrdecomp.checkpoints.progress import Counter, PlannedSteps, ProgressUpdate
-from lsrdecomp.cli import progress
+from lsrdecomp.cli import progress_bars as progress
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
-from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.progress_bars import follow
+from lsrdecomp.lora.files.progress import Counter, PlannedSteps, ProgressUpdate
 
-module = import_module("lsrdecomp.cli.compress")
+module = import_module("lsrdecomp.cli.compress_command")
 SHORT = {export}
 """Verbs that only read and write."""
 
@@ -222,7 +222,7 @@ def test_every_long_verb_can_be_quiet_and_is_not_unless_asked() -> None:
 def test_bars_have_one_helper() -> None:
     folder = Path(progress.__file__).parent
     bars = [path.name for path in folder.glob("*.py") if "rich.progress" in path.read_text()]
-    assert bars == ["progress.py"]
+    assert bars == ["progress_bars.py"]
 
 
 def test_results_are_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

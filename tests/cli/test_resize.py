@@ -10,9 +10,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import CompressionPlan, truncate, verify
 from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.lora.compress import truncate
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.measure import verify
+from lsrdecomp.lora.search import CompressionPlan
 
 NAMES = [f"diffusion_model.blocks.{i}.self_attn.q" for i in range(5)]
 

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import lsrdecomp as lsr
-from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.run_config import FIELDS, merged, read_run, run_text
 from lsrdecomp.errors import LsrError
+from lsrdecomp.lora.files import open_checkpoint
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
 PLAN = {"separation_rank": 1, "inner_shape": [2, 2], "storage": "float16"}

@@ -10,12 +10,12 @@ import pytest
 from console import run_command
 from rich.console import Console
 
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.names import module_role
 from lsrdecomp.cli import layer_tables
 from lsrdecomp.cli.layer_tables import checkpoint_table, group_name, layers_table
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
-from lsrdecomp.compression.result import LayerReport, totals
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.layer_names import module_role
+from lsrdecomp.lora.search.result import LayerReport, totals
 
 WIDTHS = (80, 100, 130)
 DEMO = Path(layer_tables.__file__).parent / "demo_adapter"

@@ -40,7 +40,7 @@ def stopped_at(module: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["lsrdecomp.cli.main", "lsrdecomp.cli.commands", "lsrdecomp.checkpoints.tensors"],
+    ["lsrdecomp.cli.main", "lsrdecomp.cli.commands", "lsrdecomp.lora.files.tensors"],
 )
 def test_ctrl_c_while_a_module_is_imported_is_one_line(module):
     done = stopped_at(module)

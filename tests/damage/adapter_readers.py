@@ -15,10 +15,10 @@ from safetensors.numpy import save
 
 from damage.adapter import LSR_CONFIG, PICKLE, SETTINGS, SINGLE, WEIGHTS, lsr_tensors
 from damage.reader import MAX_MEMORY, reader
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.files import parse_json
-from lsrdecomp.checkpoints.pickles import read_pickle
-from lsrdecomp.checkpoints.tensors import read_header
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.file_checks import parse_json
+from lsrdecomp.lora.files.pickles import read_pickle
+from lsrdecomp.lora.files.tensors import read_header
 
 
 def load_all(place: Path) -> None:

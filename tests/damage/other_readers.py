@@ -13,13 +13,13 @@ from safetensors.numpy import save
 
 from damage.adapter import LSR_CONFIG, SETTINGS, WEIGHTS, lsr_tensors
 from damage.reader import reader
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.files import SUMS, changed_files, write_sums
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.cli.fleet import read_plan
-from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.compression.verify import verify
-from lsrdecomp.fleet.manifest import MANIFEST, Manifest
+from lsrdecomp.cli.fleet_command import read_plan
+from lsrdecomp.lora.files import open_checkpoint
+from lsrdecomp.lora.files.file_checks import SUMS, changed_files, write_sums
+from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.fleet.manifest import MANIFEST, Manifest
+from lsrdecomp.lora.measure.verify_files import verify
+from lsrdecomp.lora.search.plan import CompressionPlan
 
 
 def _sums_folder(folder: Path) -> Path:

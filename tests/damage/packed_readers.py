@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from damage.reader import MAX_MEMORY, reader
-from lsrdecomp.checkpoints.common_names import COMMON_NAMES
-from lsrdecomp.checkpoints.encodings import bytes_of, entry_of
-from lsrdecomp.checkpoints.packed import PackedLayer
-from lsrdecomp.checkpoints.packed_index import decode_index, encode_index
-from lsrdecomp.checkpoints.tensors import FLOATS
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.lora.files.common_names import COMMON_NAMES
+from lsrdecomp.lora.files.encodings import bytes_of, entry_of
+from lsrdecomp.lora.files.packed import PackedLayer
+from lsrdecomp.lora.files.packed_index import decode_index, encode_index
+from lsrdecomp.lora.files.tensors import FLOATS
 
 
 def _codes() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 EIGHT = KroneckerShape(((8, 8), (8, 8)))
 

@@ -13,11 +13,11 @@ from lsrdecomp.kronecker.cp import from_cp, to_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
-from lsrdecomp.solvers.base import Event, Status
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.tensorly import TensorLyCP
+from lsrdecomp.solvers.solver import Event, Status
 from lsrdecomp.solvers.svd.greedy import Greedy
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.testing import separated_matrices
 
 SQUARE = KroneckerShape(((3, 3), (4, 4)))

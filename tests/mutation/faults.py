@@ -33,9 +33,10 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """The package below ``lsrdecomp``; modules beside the packages are a room of their own."""
-        parts = self.path.split("/")
-        return parts[1] if len(parts) > 2 else TOP
+        """The package below ``lsrdecomp`` or its ``lora``; modules beside them are one room."""
+        folders = self.path.split("/")[1:-1]
+        depth = 2 if folders[:1] == ["lora"] else 1
+        return "/".join(folders[:depth]) or TOP
 
     def __str__(self) -> str:
         before, after = (" ".join(text.split()) for text in (self.before, self.after))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-import lsrdecomp.adapters as adapters
+import lsrdecomp.lora.peft as adapters
 
 KIND = os.environ.get("LSR_SUITE_KIND", "lsr")
 

@@ -29,7 +29,7 @@ from lsrdecomp.plots import (  # noqa: E402
     save_figure,
 )
 from lsrdecomp.plots.pictures import LINE_NAME, MARKERS, new_axes  # noqa: E402
-from lsrdecomp.solvers.base import Sweep  # noqa: E402
+from lsrdecomp.solvers.solver import Sweep  # noqa: E402
 
 CURVES = [
     ErrorCurve(f"curve {i}", (0, 1, 2), (0, 10 + i, 20 + i), (1.0, 0.3, 0.02), 1.0)

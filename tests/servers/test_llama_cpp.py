@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from checkpoint_files import lora_pair, write_lora_directory
 
-from lsrdecomp.checkpoints import open_checkpoint, write_lsr
-from lsrdecomp.compression.export import export_lora
-from lsrdecomp.serving import ask_server
+from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.files import open_checkpoint, write_lsr
+from lsrdecomp.lora.measure import ask_server
 
 pytestmark = pytest.mark.servers
 
@@ -116,7 +116,7 @@ def adapters(
 @pytest.fixture(scope="module")
 def gguf_file() -> Path:
     pytest.importorskip("xllamacpp")
-    from lsrdecomp.calibration import base_files
+    from lsrdecomp.lora.base import base_files
 
     return base_files.packaged_file()
 
@@ -158,7 +158,7 @@ def ask(address: str) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def prompts() -> np.ndarray:
     """Return token numbers, (64, 8): sentences cut to one length, so that nothing is padded."""
-    from lsrdecomp.calibration.base_files import SMOLLM2, open_tokenizer
+    from lsrdecomp.lora.base.base_files import SMOLLM2, open_tokenizer
 
     rng, tokenizer = np.random.default_rng(7), open_tokenizer(SMOLLM2)
     texts = [" ".join(rng.choice(VOCABULARY.split(), 2 * LENGTH)) for _ in range(PROMPTS)]
@@ -177,8 +177,8 @@ def wanted(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    import lsrdecomp.adapters  # noqa: F401  (teaches PEFT the type)
-    from lsrdecomp.calibration.base_files import SMOLLM2, find_base
+    import lsrdecomp.lora.peft  # noqa: F401  (teaches PEFT the type)
+    from lsrdecomp.lora.base.base_files import SMOLLM2, find_base
 
     base = AutoModelForCausalLM.from_pretrained(find_base(SMOLLM2), dtype=torch.float32).eval()
     end = base.generation_config.eos_token_id

@@ -22,8 +22,8 @@ from checkpoint_files import write_lora_directory
 from safetensors.numpy import load_file, save_file
 from server_packages import PACKAGES, install
 
-from lsrdecomp.checkpoints import open_checkpoint, read_modules
-from lsrdecomp.compression.export import export_lora
+from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.files import open_checkpoint, read_modules
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")

@@ -23,8 +23,8 @@ from lsrdecomp import KroneckerShape, LowRank, ProductShape
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
-from lsrdecomp.solvers.base import Event, Status, Sweep
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.solvers.solver import Event, Status, Sweep
+from lsrdecomp.targets.target import Dense
 
 SHAPES = {2: KroneckerShape(((10, 9), (8, 14))), 3: KroneckerShape(((3, 2), (2, 4), (3, 3)))}
 """The first has a rearrangement of 90 × 112: large enough for a Krylov space to be one."""

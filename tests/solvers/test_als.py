@@ -15,7 +15,6 @@ from lsrdecomp.errors import BudgetError, PrecisionError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
-from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.hosvd import compress
 from lsrdecomp.solvers.cp.levenberg_marquardt import (
@@ -27,9 +26,10 @@ from lsrdecomp.solvers.cp.levenberg_marquardt import (
 from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.terms import CPTerms
-from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.solvers.iteration import SolveProgress
+from lsrdecomp.solvers.solver import Status
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.target import Dense
 
 THREE = KroneckerShape(((2, 3), (3, 2), (4, 2)))
 

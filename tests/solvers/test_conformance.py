@@ -11,9 +11,9 @@ from conformance import PAIR_PROPERTIES, PROPERTIES, SHAPES, PairRow, Row
 import lsrdecomp as lsr
 from lsrdecomp import solvers
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.solvers.base import Event, Sweep
 from lsrdecomp.solvers.matrix import MatrixSolver
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.solvers.solver import Event, Sweep
+from lsrdecomp.targets.target import Dense
 
 ROWS = [
     Row(solvers.SVD()),

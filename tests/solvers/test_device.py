@@ -15,10 +15,10 @@ from test_pair import CUBE, SMALL, low_rank, norms
 
 from lsrdecomp import compress
 from lsrdecomp.arrays import check_device, to_device
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.lora.files import open_checkpoint, write_lora
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
 from lsrdecomp.solvers.pair import joint_als as pair
 from lsrdecomp.solvers.pair import stacking
 from lsrdecomp.solvers.pair.joint_als import JointALS

@@ -16,15 +16,16 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Event, Status
-from lsrdecomp.solvers.svd import golub_kahan, single
+from lsrdecomp.solvers.solver import ErrorKind, Event, Status
+from lsrdecomp.solvers.svd import golub_kahan
+from lsrdecomp.solvers.svd import one_matrix as single
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal, orthonormal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
-from lsrdecomp.targets.base import Dense, RearrangedDense
 from lsrdecomp.targets.row_stream import RowStream
+from lsrdecomp.targets.target import Dense, RearrangedDense
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
 
 SHAPE = KroneckerShape(((20, 15), (14, 18)))  # R(M) is 300 × 252

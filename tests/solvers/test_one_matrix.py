@@ -8,9 +8,9 @@ import pytest
 from lsrdecomp import KroneckerShape
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.solvers import BatchedKrylov, Gram
-from lsrdecomp.solvers.base import ErrorKind, Event
+from lsrdecomp.solvers.solver import ErrorKind, Event
 from lsrdecomp.solvers.svd import gram
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 K = np.arange(256.0)
 SPECTRA = {

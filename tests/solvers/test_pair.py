@@ -19,13 +19,13 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import kron
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.initialization import first_factor_fastest
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.solvers.solver import Status
+from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, NormWeights
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from test_pair import CUBE, SMALL, low_rank, norms
 
-from lsrdecomp.compression.caches import SpillCache
-from lsrdecomp.compression.candidates import LsrCandidate, lsr_candidate, materialize
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.quantize import quantized_product, refitted_product
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.lora.search.caches import SpillCache
+from lsrdecomp.lora.search.candidates import LsrCandidate, lsr_candidate, materialize
+from lsrdecomp.lora.search.layers import Layer
+from lsrdecomp.lora.search.quantize import quantized_product, refitted_product
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 

@@ -14,7 +14,7 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.regularized import MEASURED_ROUNDING
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 TABLE = [
     pytest.param(p, id=str(p), marks=[pytest.mark.slow] if p.slow else []) for p in problems.table()

@@ -9,8 +9,8 @@ from lsrdecomp import decompose
 from lsrdecomp.arrays import as_double
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers import Status
-from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import rows_of
+from lsrdecomp.targets.target import Dense
 
 SHAPE = "8x8, 8x8"
 

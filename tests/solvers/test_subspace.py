@@ -9,11 +9,11 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Event, Solution
+from lsrdecomp.solvers.solver import ErrorKind, Event, Solution
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.subspace import Workspace, leading_subspaces
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
 K = np.arange(1, 91)

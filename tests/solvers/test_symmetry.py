@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lsrdecomp import ALS, ErrorBudget, KroneckerShape, decompose
-from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.cp.symmetry import symmetrised
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.solvers.solver import Status
+from lsrdecomp.targets.target import Dense
 
 
 def product(rng, sizes, *, symmetric=False):

@@ -13,13 +13,13 @@ from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
-from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.operator import Operator
 from lsrdecomp.targets.residual import whole_blocks
 from lsrdecomp.targets.row_stream import RowStream
-from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.separated_target import Separated
 from lsrdecomp.targets.sparse import Sparse
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.testing import kronecker_shapes, separated_matrices
 
 

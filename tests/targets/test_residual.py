@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.targets import base
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets import target as base
 from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances, residual_norm
+from lsrdecomp.targets.target import Dense
 
 
 @settings(max_examples=20, deadline=None)

@@ -11,7 +11,7 @@ from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
 
 
@@ -76,7 +76,7 @@ def test_the_distance_of_a_pair_from_kronecker_terms_has_twelve_digits_either_wa
     terms = SVD().solve(pair, shape, rank=20 if near == 1.0 else 4).approximation * (near or 0.1)
     expected = np.linalg.norm(left @ right - terms.to_matrix())
     if near < 1.0:
-        monkeypatch.setattr("lsrdecomp.targets.base.residual_norm", None)
+        monkeypatch.setattr("lsrdecomp.targets.target.residual_norm", None)
     assert pair.residual_norm(terms) == pytest.approx(expected, rel=1e-12, abs=1e-14 * pair.norm)
 
 

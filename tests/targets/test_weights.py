@@ -13,7 +13,7 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.pair.stacking import stack_weights
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import (
     weighted_gauge,
     weighted_norm,

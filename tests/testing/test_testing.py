@@ -26,7 +26,7 @@ from lsrdecomp.kronecker.rearrange import (
 )
 from lsrdecomp.operators import kronecker_sum
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.testing import (
     IdentityError,
     check_apply,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import MethodSpec, Suite, slug
-from lsrdecomp.training.record import FinetuneRecord
+from lsrdecomp.lora.train.finetune_record import FinetuneRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _cell(suite: Suite, out: Path, spec: MethodSpec, task: str) -> Cell:
 
 def check_options(suite: Suite) -> None:
     """Raise `SettingsError` if a method of the suite has no such option."""
-    from lsrdecomp.training.methods import adapter_config
+    from lsrdecomp.lora.train.methods import adapter_config
 
     for spec in suite.specs:
         for task in suite.tasks:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.config import TargetConfig, positive
-from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.adapters.register import register
-from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.lora.peft.adapted import AdaptedLayer
+from lsrdecomp.lora.peft.kernels import expand
+from lsrdecomp.lora.peft.lsr_config import TargetConfig, positive
+from lsrdecomp.lora.peft.register import register
+from lsrdecomp.lora.peft.tuner import KroneckerTuner
 
 
 @dataclass

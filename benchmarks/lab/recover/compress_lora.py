@@ -17,16 +17,16 @@ from benchmarks.lab.recover.plan import Structure
 from benchmarks.lab.structures.direct import DirectSum, direct_sums_of
 from benchmarks.lab.structures.fit import make_layers
 from lsrdecomp import compress
-from lsrdecomp.adapters import DirectConfig
-from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
-from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
-from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
-from lsrdecomp.compression.layers import StatisticsByLayer, layer_pair
-from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.training.record import Scores
+from lsrdecomp.lora.files import Checkpoint, open_checkpoint
+from lsrdecomp.lora.files.statistics import Statistics as StoredStatistics
+from lsrdecomp.lora.files.writing import WEIGHTS, new_directory, new_file
+from lsrdecomp.lora.peft import DirectConfig
+from lsrdecomp.lora.search.layers import StatisticsByLayer, layer_pair
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
+from lsrdecomp.lora.train.finetune_record import Scores
 
 PEFT_PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"

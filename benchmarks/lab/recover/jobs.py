@@ -15,8 +15,8 @@ from benchmarks.lab.recover.plan import (
 )
 from benchmarks.lab.runs import Run
 from benchmarks.lab.suite import Suite, slug
-from lsrdecomp.training.record import ADAPTER
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.train.finetune_record import ADAPTER
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 WHOLE = 0
 """The budget of what is no smaller than the LoRA."""

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from benchmarks.lab.suite import Suite, SuiteError, merged
 from benchmarks.lab.tasks import TASKS
-from lsrdecomp.compression.settings import Search
 from lsrdecomp.fields import POSITIVE, Check, Settings, list_of, one_of, settings, whole_number
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.search.plan import Search
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,19 +26,19 @@ from benchmarks.lab.recover.plan import (
 )
 from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import Suite
-from lsrdecomp.calibration.base_model import load_base
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.checkpoints.progress import Counter, OnStep
-from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.fidelity.distil import distil
-from lsrdecomp.fidelity.settings import DistilSettings
-from lsrdecomp.training.dataset import read_dataset
-from lsrdecomp.training.finetune import evaluate
-from lsrdecomp.training.labelled import texts_of
-from lsrdecomp.training.record import ADAPTER, FinetuneRecord
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.lora.base.base_model import load_base
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.compress.distil_lora import distil
+from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.files.progress import Counter, OnStep
+from lsrdecomp.lora.files.statistics import METADATA, read_statistics
+from lsrdecomp.lora.search.plan import Search
+from lsrdecomp.lora.train.finetune_record import ADAPTER, FinetuneRecord
+from lsrdecomp.lora.train.finetune_run import evaluate
+from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
+from lsrdecomp.lora.train.labelled import texts_of
+from lsrdecomp.lora.train.run_data import read_dataset
 
 COMPRESSED, JUDGED, DISTILLED = "compressed.json", "judged.json", "distilled.json"
 

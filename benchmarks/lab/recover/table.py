@@ -15,7 +15,7 @@ from benchmarks.lab.recover.recovery import DISTILLED, chosen_rate, read_outcome
 from benchmarks.lab.runs import outcome
 from benchmarks.lab.suite import Suite
 from benchmarks.lab.tasks import metrics_of
-from lsrdecomp.training.record import FinetuneRecord, Scores
+from lsrdecomp.lora.train.finetune_record import FinetuneRecord, Scores
 
 STAGES = ("compressed", "distilled", "recovered", "scratch")
 KINDS = {"recovery": "recovered", "scratch": "scratch"}
@@ -304,8 +304,8 @@ def _gain(job: Job, record: FinetuneRecord) -> Gain | None:
 
 
 def _matrices(job: Job) -> int:
-    from lsrdecomp.checkpoints import open_checkpoint
-    from lsrdecomp.training.record import ADAPTER
+    from lsrdecomp.lora.files import open_checkpoint
+    from lsrdecomp.lora.train.finetune_record import ADAPTER
 
     return len(open_checkpoint(job.place.lora / ADAPTER).layers)
 

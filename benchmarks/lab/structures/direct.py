@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lsrdecomp.compression.layers import Layer
 from lsrdecomp.decompose import choose_solver
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.lora.search.layers import Layer
 
 
 @dataclass(frozen=True, slots=True)

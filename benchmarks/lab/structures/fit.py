@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lsrdecomp.checkpoints.progress import OnStep
-from lsrdecomp.compression.caches import SpillCache
-from lsrdecomp.compression.candidates import Candidate, LsrCandidate, Materialized, lsr_candidate
-from lsrdecomp.compression.layers import Layer, StatisticsByLayer, batches
-from lsrdecomp.compression.search import FittedLayers, fit_budget, search_layers
-from lsrdecomp.compression.settings import Budget, Resources, Search
-from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.base import PairSolution
+from lsrdecomp.lora.files.progress import OnStep
+from lsrdecomp.lora.search.caches import SpillCache
+from lsrdecomp.lora.search.candidates import Candidate, LsrCandidate, Materialized, lsr_candidate
+from lsrdecomp.lora.search.layers import Layer, StatisticsByLayer, batches
+from lsrdecomp.lora.search.plan import Budget, Resources, Search
+from lsrdecomp.lora.search.search import FittedLayers, fit_budget, search_layers
+from lsrdecomp.lora.search.shapes import Configuration
 from lsrdecomp.solvers.pair.joint_als import JointALS
-from lsrdecomp.targets.base import LowRank
+from lsrdecomp.solvers.solver import PairSolution
+from lsrdecomp.targets.target import LowRank
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from benchmarks.lab.compare import table as compare_table
 from benchmarks.lab.compare.comparison import compare, read_results
 from benchmarks.lab.suite import SuiteError, read_suite
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.training.record import FinetuneRecord, Scores
+from lsrdecomp.lora.train.finetune_record import FinetuneRecord, Scores
 
 SUITE = """
 seeds = [0, 1, 2]
@@ -94,7 +94,7 @@ def runs(monkeypatch):
 
     failing = set()
     done_and_failing = type("Runs", (), {"done": done, "failing": failing})
-    monkeypatch.setattr(import_module("lsrdecomp.training.finetune"), "finetune", run)
+    monkeypatch.setattr(import_module("lsrdecomp.lora.train.finetune_run"), "finetune", run)
     return done_and_failing
 
 

@@ -8,7 +8,7 @@ from adapters_support import kron_sum, tiny_bert
 from peft import PeftModel, get_peft_model
 
 from benchmarks.lab.compare.kadaptation import KAdaptationConfig
-from lsrdecomp.training.methods import METHODS, adapter_config
+from lsrdecomp.lora.train.methods import METHODS, adapter_config
 
 EVEN_KINDS = [
     kind

@@ -27,12 +27,12 @@ from benchmarks.lab.recover.jobs import jobs  # noqa: E402
 from benchmarks.lab.recover.plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
 from benchmarks.lab.recover.recovery import chosen_rate, recover  # noqa: E402
 from benchmarks.lab.suite import SuiteError, read_suite  # noqa: E402
-from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
-from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
-from lsrdecomp.compression.layers import layer_pair  # noqa: E402
-from lsrdecomp.compression.settings import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
-from lsrdecomp.training.record import ADAPTER  # noqa: E402
+from lsrdecomp.lora.files import open_checkpoint  # noqa: E402
+from lsrdecomp.lora.files.statistics import read_statistics  # noqa: E402
+from lsrdecomp.lora.search.layers import layer_pair  # noqa: E402
+from lsrdecomp.lora.search.plan import Search  # noqa: E402
+from lsrdecomp.lora.train.finetune_record import ADAPTER  # noqa: E402
 
 SUITE = """
 seeds = [0, 1]
@@ -199,7 +199,10 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 
     # Modules by their names: a room shows functions that are called as their modules are.
     ours = ("compress_lora", "evaluate", "calibrate", "distil")
-    places = {"lsrdecomp.training.finetune": ("finetune",), "benchmarks.lab.recover.recovery": ours}
+    places = {
+        "lsrdecomp.lora.train.finetune_run": ("finetune",),
+        "benchmarks.lab.recover.recovery": ours,
+    }
     for place, names in places.items():
         for name in names:
             monkeypatch.setattr(import_module(place), name, refuse)

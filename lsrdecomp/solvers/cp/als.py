@@ -11,7 +11,6 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, dtype_name, like, namespace, real_part, to_numpy
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.precision import LARGE_CONDITION, unit_roundoff
-from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import CompressedTensor, compress
 from lsrdecomp.solvers.cp.incremental import ROUNDING, CoreFit, empty_terms
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
@@ -19,10 +18,11 @@ from lsrdecomp.solvers.cp.symmetry import asks_for_symmetry, is_symmetric, symme
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms, min_number_of_terms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver, without_unit_factors
+from lsrdecomp.solvers.solver import Event, Solution, Status
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix
-    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.solvers.iteration import SolveProgress
 
 NEGLIGIBLE_LOSS = 1e-3
 """Share of the error below which what a core loses is not seen in it. By hand."""
@@ -72,7 +72,7 @@ class ALS(MatrixSolver):
     --------
     >>> from lsrdecomp.kronecker.shape import KroneckerShape
     >>> import numpy as np
-    >>> from lsrdecomp.targets.base import Dense
+    >>> from lsrdecomp.targets.target import Dense
     >>> i = np.arange(64.0)
     >>> hilbert = Dense(1.0 / (1.0 + i[:, None] + i[None, :]))
     >>> solution = ALS().solve(hilbert, KroneckerShape(((4, 4), (4, 4), (4, 4))), rank=6)

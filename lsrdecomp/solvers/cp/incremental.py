@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import n_unknowns, refine
 from lsrdecomp.solvers.cp.mttkrp import products, sweep
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import CPTerms
+from lsrdecomp.solvers.solver import Event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.solvers.iteration import SolveProgress
 
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""

@@ -12,7 +12,7 @@ from scipy.linalg import lapack
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
 from lsrdecomp.solvers.cp.terms import CPTerms
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -9,7 +9,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, no
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.cp.mttkrp import sweep
 from lsrdecomp.solvers.cp.terms import CPTerms, unit_columns
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,11 +14,11 @@ import numpy as np
 from lsrdecomp.arrays import adjoint, as_double, is_complex, like, norm, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.targets.base import Target
+    from lsrdecomp.targets.target import Target
 
 ROUNDING = 64.0
 """Unit roundoffs, relative to the norm, within which a matrix and its transpose are the same."""

@@ -24,7 +24,7 @@ from lsrdecomp.solvers.svd.dense import as_matrix
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.targets.base import Target
+    from lsrdecomp.targets.target import Target
 
 
 def rearranged_tensor(target: Target, shape: KroneckerShape) -> CompressedTensor:

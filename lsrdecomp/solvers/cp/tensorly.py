@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, is_complex, like, to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError
-from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import CompressedTensor
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.solver import Event, Solution, Status
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.known_entries import KnownEntries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.solvers.iteration import SolveProgress
 
 CONSTRAINTS = ("non_negative", "l1_reg", "smoothness", "monotonicity")
 """Fields that TensorLy's ``constrained_parafac`` reads, under its own names."""

@@ -6,8 +6,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, namespace
+from lsrdecomp.solvers.iteration import IterationStep
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState
-from lsrdecomp.solvers.progress import IterationStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

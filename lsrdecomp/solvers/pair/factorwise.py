@@ -9,8 +9,8 @@ from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.solvers.base import PairSolution, Status, Sweep, validate_pair_request
-from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.iteration import SolveProgress
+from lsrdecomp.solvers.solver import PairSolution, Status, Sweep, validate_pair_request
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
-    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.target import LowRank
     from lsrdecomp.targets.weights import NormWeights
 
 Triples = tuple[Array, Array, Array]

@@ -31,7 +31,7 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, apply_to_rows, kron_apply
 from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.target import Dense
 from lsrdecomp.targets.weighted import gauge_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,13 @@ from lsrdecomp.arrays import Array, as_double, is_complex, namespace, to_device
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.solvers.base import (
+from lsrdecomp.solvers.batched_terms import safe_ratio
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.pair.block_update import CG_STEPS
+from lsrdecomp.solvers.pair.descent import steps
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState
+from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
+from lsrdecomp.solvers.solver import (
     Event,
     PairSolution,
     Status,
@@ -17,18 +23,12 @@ from lsrdecomp.solvers.base import (
     require_product_shape,
     validate_pair_request,
 )
-from lsrdecomp.solvers.batched_terms import safe_ratio
-from lsrdecomp.solvers.pair.block_update import CG_STEPS
-from lsrdecomp.solvers.pair.descent import steps
-from lsrdecomp.solvers.pair.problem import PairProblem, PairState
-from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lsrdecomp.kronecker.shape import ProductShape
-    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.target import LowRank
     from lsrdecomp.targets.weights import NormWeights
 
 

@@ -17,7 +17,7 @@ from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.target import LowRank
     from lsrdecomp.targets.weights import NormWeights
 
 CodedSide = tuple[tuple[Codes, ...], NDArray[np.float64]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.kronecker.product import SeparatedProduct
     from lsrdecomp.kronecker.shape import ProductShape
-    from lsrdecomp.targets.base import LowRank
+    from lsrdecomp.targets.target import LowRank
 
 Pair = tuple[Stacks, Stacks]
 TraceKey = tuple[int, tuple[int, ...]]

@@ -23,12 +23,12 @@ from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.dense import required_rank, signed
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.solvers.iteration import SolveProgress
 
 
 def as_batch(matrices: Any) -> Array:

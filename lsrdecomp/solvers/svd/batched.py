@@ -25,7 +25,9 @@ from lsrdecomp.arrays import (
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import (
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.solver import (
     ErrorKind,
     Event,
     Solution,
@@ -34,8 +36,6 @@ from lsrdecomp.solvers.base import (
     Sweep,
     validate_request,
 )
-from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.svd.batch import as_batch, as_sums, rayleigh_ritz, truncated_svds
 from lsrdecomp.solvers.svd.batched_gram import gram_solutions, is_double_array
 from lsrdecomp.solvers.svd.dense import as_matrix
@@ -49,8 +49,8 @@ from lsrdecomp.solvers.svd.lanczos import (
 )
 from lsrdecomp.solvers.svd.numpy_lanczos import LanczosSolve
 from lsrdecomp.solvers.svd.subspace import MAX_SIDE, Workspace
-from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import has_twelve_digits
+from lsrdecomp.targets.target import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,7 +10,7 @@ import numpy as np
 from lsrdecomp.arrays import OVERSAMPLING, Array, adjoint, is_double, require_finite
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.batch import as_sums
 from lsrdecomp.solvers.svd.dense import ROUNDING, least_errors
 from lsrdecomp.solvers.svd.gram import (
@@ -29,7 +29,7 @@ from lsrdecomp.solvers.svd.subspace import (
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.solvers.progress import SolveProgress
+    from lsrdecomp.solvers.iteration import SolveProgress
     from lsrdecomp.solvers.svd.subspace import Workspace
 
 

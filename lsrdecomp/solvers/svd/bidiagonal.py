@@ -20,7 +20,7 @@ from lsrdecomp.arrays import (
 from lsrdecomp.precision import unit_roundoff
 
 if TYPE_CHECKING:
-    from lsrdecomp.targets.base import Rearranged
+    from lsrdecomp.targets.target import Rearranged
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lsrdecomp.solvers.base import ErrorKind
+from lsrdecomp.solvers.solver import ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

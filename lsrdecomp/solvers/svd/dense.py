@@ -24,10 +24,10 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.targets.base import Dense, Target
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.targets.residual import cached_row_blocks
+from lsrdecomp.targets.target import Dense, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,14 +8,20 @@ from typing import ClassVar
 from lsrdecomp.arrays import Array, is_differentiated
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import Event, Solution
+from lsrdecomp.solvers.iteration import iterate
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import iterate
+from lsrdecomp.solvers.solver import Event, Solution
 from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.growth import Growth, is_swapped
-from lsrdecomp.solvers.svd.single import SingleGrowth, Widened, fits_single, in_double, in_single
-from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense
+from lsrdecomp.solvers.svd.one_matrix import (
+    SingleGrowth,
+    Widened,
+    fits_single,
+    in_double,
+    in_single,
+)
+from lsrdecomp.targets.target import Dense, Rearranged, RearrangedDense
 
 
 @dataclass(frozen=True, slots=True)

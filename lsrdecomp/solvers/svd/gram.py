@@ -24,8 +24,8 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.dense import (
     ROUNDING,
     SVD,

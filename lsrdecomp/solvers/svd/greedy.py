@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, validate_request
 from lsrdecomp.solvers.cp.als import ALS
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.solver import Event, Solution, Solver, Status, Sweep, validate_request
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
-from lsrdecomp.targets.base import Dense, Target
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.target import Dense, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lsrdecomp.arrays import Array, adjoint
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
-from lsrdecomp.solvers.progress import IterationStep
+from lsrdecomp.solvers.iteration import IterationStep
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.matrix import MatrixProblem
     from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
-    from lsrdecomp.targets.base import Target
+    from lsrdecomp.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import scipy.linalg
 
 from lsrdecomp.arrays import NUMPY, Array, adjoint, conjugate, is_complex, like, namespace, to_numpy
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind
+from lsrdecomp.solvers.solver import ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,8 +15,8 @@ import numpy as np
 
 from lsrdecomp.arrays import adjoint, is_complex
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
-from lsrdecomp.solvers.progress import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
+from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
 from lsrdecomp.solvers.svd.dense import as_separated, svd_of_tall
 from lsrdecomp.solvers.svd.gram import Rearrangement, falls_fast
 from lsrdecomp.solvers.svd.lanczos import (

@@ -1,0 +1,271 @@
+"""A base model of transformers for an adapter's task, opened plain or with an adapter on it."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+import lsrdecomp.lora.peft  # noqa: F401 (teaches PEFT to open LSR directories)
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
+from lsrdecomp.lora.base.expert_layers import attach_adapter
+from lsrdecomp.lora.base.heads import Head
+from lsrdecomp.lora.files.file_checks import sha256
+from lsrdecomp.lora.files.tensors import first_line, read_header
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.peft.geometry import LINEAR
+
+LOADERS = {
+    "SEQ_CLS": (AutoModelForSequenceClassification, Head.classification),
+    "TOKEN_CLS": (AutoModelForTokenClassification, Head.tokens),
+    "CAUSAL_LM": (AutoModelForCausalLM, Head.causal_lm),
+    "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
+}
+"""Class of transformers and head of a base, by the task type in an adapter's config."""
+DTYPES = ("float32", "bfloat16")
+"""Precisions a base may be opened in."""
+HEAD_WEIGHTS = (
+    "classifier.weight",
+    "score.weight",
+    "classifier.out_proj.weight",
+    "classification_head.out_proj.weight",
+)
+"""Endings of the names of a classifier's last weight, which adapters for classification bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base model for the task of an adapter, plain or with an adapter active.
+
+    The last three fields are empty for a plain base.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    head: Head
+    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
+    adapter_base: str = ""  # what the adapter's config calls its base
+    adapter_sha256: str = ""  # of the adapter's weight file
+
+    def with_adapter(self, adapter: str | Path) -> Base:
+        """Return the base with an adapter on it, of any kind that PEFT opens.
+
+        The two share their large weights; this one stays plain.
+
+        Raises
+        ------
+        CheckpointError
+            If the adapter does not fit.
+        """
+        # 1. Copy the model. An adapter may overwrite heads and biases; all other parameters are
+        #    shared: deepcopy takes what its memo holds, by id, in place of a copy.
+        memo = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1 and not name.endswith(HEAD_WEIGHTS):
+                memo[id(parameter)] = parameter
+        # 2. Put the adapter on the copy.
+        try:
+            copied = copy.deepcopy(self.model, memo)
+            model = attach_adapter(copied, adapter)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"does not fit {self.name}: {first_line(error)}", path=adapter
+            ) from error
+        model = model.to(next(self.model.parameters()).device).eval()
+        # 3. Record which adapter it is, and the layers that it adapts.
+        weights = Path(adapter) / WEIGHTS
+        return replace(
+            self,
+            model=model,
+            modules=adapted_modules(model),
+            adapter_base=str(model.peft_config["default"].base_model_name_or_path or ""),
+            adapter_sha256=sha256(weights) if weights.is_file() else "",
+        )
+
+
+def load_base(
+    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> Base:
+    """Open a base with an adapter on it.
+
+    Parameters
+    ----------
+    base : str or path
+        A name or directory that transformers opens, a GGUF file, or ``"smollm2"``; see
+        `lora.base.base_files.find_base`.
+    adapter : path
+        A PEFT directory: LoRA, LSR or any other kind PEFT opens.
+    dtype, device : str
+        Precision and device of the base.
+
+    Raises
+    ------
+    CheckpointError
+        If the adapter's head does not fit, or its task type is none of `LOADERS`.
+    """
+    return open_base(base, adapter, dtype=dtype, device=device).with_adapter(adapter)
+
+
+def load_pair(
+    base: str | Path,
+    source: str | Path,
+    compressed: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> tuple[Base, Base]:
+    """Open the same base twice, once with each adapter; its large weights are held once.
+
+    Parameters
+    ----------
+    base : str or path
+        As `load_base` takes it.
+    source, compressed : path
+        PEFT directories of one task type, of any kinds PEFT opens.
+    dtype, device : str
+        Precision and device of the base.
+
+    Raises
+    ------
+    CheckpointError
+        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks: its outputs would
+        be noise.
+    """
+    n_source = _n_saved_classes(source)
+    n_compressed = _n_saved_classes(compressed)
+    if n_source != n_compressed:
+        raise CheckpointError(
+            "the adapters have different heads, "
+            f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
+            f"{compressed}; their outputs cannot be compared"
+        )
+    plain = open_base(base, source, dtype=dtype, device=device)
+    return plain.with_adapter(source), plain.with_adapter(compressed)
+
+
+def open_base(
+    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> Base:
+    """Open the plain base, with the kind of head that ``adapter`` was trained for.
+
+    Parameters and errors are those of `load_base`.
+    """
+    # 1. The task type in the adapter's config says which class of transformers opens the base.
+    task_type = _task_type(Path(adapter))
+    loader, head = LOADERS[task_type]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    # 2. A classifier gets as many classes as the adapter brings, if it brings a head.
+    options = {}
+    if head not in (Head.causal_lm, Head.seq2seq):
+        n_classes = _n_saved_classes(adapter)
+        if n_classes is not None:
+            options["num_labels"] = n_classes
+    model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **options)
+    if head is Head.classification and model.config.num_labels == 1:
+        head = Head.regression  # one class is a score
+    return Base(str(base), model.to(device), tokenizer, head)
+
+
+def _task_type(adapter: Path) -> str:
+    """Return the task type in an adapter's config.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no config, or the task type is none of `LOADERS`.
+    """
+    if not (adapter / "adapter_config.json").is_file():
+        raise CheckpointError(
+            "has no adapter_config.json, so it is no adapter of PEFT, and only PEFT adapters of "
+            "text models can be run on a base; compress a LoRA file without one: "
+            f"lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
+            path=adapter,
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(adapter))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"is not an adapter that PEFT opens: {first_line(error)}", path=adapter
+        ) from error
+    task_type = str(getattr(config.task_type, "value", config.task_type))
+    if task_type not in LOADERS:
+        raise CheckpointError(
+            f"task type {task_type!r} is not one of {', '.join(LOADERS)}: only text models can be "
+            "calibrated (a diffusion model's has none); if it is one, write "
+            '"task_type": "CAUSAL_LM" or another into adapter_config.json',
+            path=adapter,
+        )
+    return task_type
+
+
+def _n_saved_classes(adapter: str | Path) -> int | None:
+    """Return the number of classes of the head in an adapter's file; None if it has no head."""
+    weights = Path(adapter) / WEIGHTS
+    if not weights.exists():
+        return None
+    for name, tensor in read_header(weights).tensors.items():
+        if name.endswith(HEAD_WEIGHTS):
+            return tensor.shape[0]
+    return None
+
+
+def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]:
+    """Open a base and its tokenizer; both know the padding token that batches need.
+
+    Parameters
+    ----------
+    loader : class
+        The class of transformers that reads the base.
+    base : str or path
+        As `load_base` takes it.
+    **options
+        Arguments of the loader.
+
+    Raises
+    ------
+    CheckpointError
+        If one of the two cannot be opened.
+    """
+    directory = reachable_base(base)
+    try:
+        model = loader.from_pretrained(directory, **options)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    tokenizer = open_tokenizer(base)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def adapted_modules(model: PeftModel) -> tuple[str, ...]:
+    """Return the names, in the plain base, of the Linear layers that a PEFT model adapts."""
+    names = []
+    for name, module in model.get_base_model().named_modules(remove_duplicate=False):
+        if has_delta(module) and isinstance(module.get_base_layer(), LINEAR):
+            names.append(name)
+    return tuple(names)
+
+
+def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
+    """Return whether an adapter adds a ΔW to a module.
+
+    Embeddings of single tokens, which PEFT can train beside a LoRA, do not count as one.
+    """
+    return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)

@@ -1,0 +1,247 @@
+"""Divergence and agreement between the outputs of an adapter and of what it was compressed to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.lora.base.base_model import Base, has_delta
+from lsrdecomp.lora.base.behaviour import Behaviour
+from lsrdecomp.lora.base.forward import forward, forward_repeatable, predictions_at_a_time
+from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.measurement_error import CalibrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class _ReferenceBatch:
+    """One batch, and the source's logits on it."""
+
+    batch: Batch
+    form_logits: Callable[[], Tensor]  # returns (predictions, classes)
+    counts: Tensor  # (examples,): predictions of each example
+
+
+class Reference:
+    """A source adapter's logits on some batches, with which compressed adapters are compared.
+
+    Parameters
+    ----------
+    source : Base
+        The base with the source adapter.
+    batches : iterable of mappings
+        Inputs of models, as `lora.base.batches.text_batches` returns them. Padding does not
+        count.
+
+    Attributes
+    ----------
+    head : Head
+    counts : Tensor, shape (examples,)
+        Predictions of each example.
+    effects : Tensor, shape (examples,)
+        Σ KL(source ‖ no ΔW) over the predictions of each example, nats.
+
+    Raises
+    ------
+    CalibrationError
+        If there was nothing to predict.
+
+    Notes
+    -----
+    Costs two forward passes a batch (with ΔW and without), and one more for each comparison. It
+    keeps the batches and what `forward_repeatable` keeps of them: the logits of few classes, or one
+    row of the model's width for each token.
+    """
+
+    def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
+        self.head = source.head
+        self._batches: list[_ReferenceBatch] = []
+        counts: list[Tensor] = []
+        effects: list[Tensor] = []
+        for batch in batches:
+            # 1. With ΔW. Logits are not held here, only a function that forms them again.
+            output, form_logits = forward_repeatable(source, batch)
+            self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
+            counts.append(output.counts)
+            # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
+            #    standard error of a comparison needs no more.
+            with torch.no_grad(), without_delta(source.model):
+                plain = forward(source, batch)
+            effect = divergences(output.logits, plain.logits, self.head)
+            effects.append(sum_by_example(effect, output.counts))
+        if not counts or int(torch.cat(counts).sum()) == 0:
+            raise CalibrationError("the texts give nothing to predict")
+        self.counts = torch.cat(counts)
+        self.effects = torch.cat(effects)
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return len(self.counts)
+
+    @property
+    def effect(self) -> float:
+        """Mean KL(source ‖ no ΔW), nats per prediction."""
+        return float(self.effects.sum()) / int(self.counts.sum())
+
+    def compare(self, compressed: Base) -> Behaviour:
+        """Run a compressed adapter on the same batches, and compare its logits with the source's.
+
+        Parameters
+        ----------
+        compressed : Base
+            The same base with the compressed adapter, as `load_pair` opens the two.
+
+        Returns
+        -------
+        Behaviour
+
+        Raises
+        ------
+        ShapeError
+            If the two have logits of different shapes, such as for different classes.
+        """
+        lost, n_matching = self.compare_examples(compressed)
+        n_predictions = int(self.counts.sum())
+        agreement = None
+        if self.head is not Head.regression:
+            agreement = float(n_matching.sum()) / n_predictions
+        exact_match_rate = None
+        if self.head in TOKEN_HEADS:
+            exact_match_rate = float((n_matching == self.counts).double().mean())
+        return Behaviour(
+            examples=self.examples,
+            answers=n_predictions,
+            unit="token" if self.head in TOKEN_HEADS else "example",
+            kl=float(lost.sum()) / n_predictions,
+            agreement=agreement,
+            effect=self.effect,
+            standard_error=ratio_standard_error(lost, self.effects),
+            exact_match_rate=exact_match_rate,
+        )
+
+    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor]:
+        """Compare a compressed adapter's logits with the source's, example by example.
+
+        Returns
+        -------
+        lost : Tensor, shape (examples,)
+            Σ KL(source ‖ compressed) over the predictions of each example, nats.
+        n_matching : Tensor, shape (examples,)
+            Predictions of each example whose top class is the same.
+
+        Raises
+        ------
+        ShapeError
+            As `compare`.
+        """
+        # One batch at a time: the logits of all texts would not fit in memory.
+        lost: list[Tensor] = []
+        n_matching: list[Tensor] = []
+        with torch.no_grad():
+            for reference in self._batches:
+                expected = reference.form_logits()
+                actual = forward(compressed, reference.batch).logits
+                if expected.shape != actual.shape:
+                    raise ShapeError(
+                        f"logits of shape {tuple(actual.shape)} against {tuple(expected.shape)}"
+                    )
+                divergence = divergences(expected, actual, self.head)
+                lost.append(sum_by_example(divergence, reference.counts))
+                matches = (expected.argmax(-1) == actual.argmax(-1)).long().cpu()
+                n_matching.append(sum_by_example(matches, reference.counts))
+        return torch.cat(lost), torch.cat(n_matching)
+
+
+def divergences(
+    expected: Tensor, actual: Tensor, head: Head, *, at_a_time: int | None = None
+) -> Tensor:
+    """Return KL(expected ‖ actual) of every prediction in nats, in double precision on the CPU.
+
+    Parameters
+    ----------
+    expected, actual : Tensor, shape (predictions, classes)
+        Logits.
+    head : Head
+        Meaning of the logits. For a regression, half the squared difference is returned.
+    at_a_time : int, optional
+        Predictions that are held in double precision at a time; absent, `predictions_at_a_time`.
+
+    Returns
+    -------
+    Tensor, shape (predictions,)
+    """
+    size = at_a_time or predictions_at_a_time(expected.shape[-1])
+    parts = [torch.zeros(0, dtype=torch.float64)]
+    for p, q in zip(torch.split(expected, size), torch.split(actual, size), strict=True):
+        # In double precision: the divergence of nearly equal logits is below the rounding of
+        # float32 logarithms.
+        p, q = _double(p), _double(q)
+        if head is Head.regression:
+            divergence = (p - q).square().sum(-1) / 2
+        else:
+            log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        parts.append(divergence.cpu())
+    return torch.cat(parts)
+
+
+def _double(values: Tensor) -> Tensor:
+    """Return values in double precision, on the CPU where the device has none."""
+    return values.cpu().double() if values.device.type == "mps" else values.double()
+
+
+def sum_by_example(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of each example's values.
+
+    Parameters
+    ----------
+    values : Tensor, shape (predictions,)
+        In the order of the examples.
+    counts : Tensor, shape (examples,)
+        Predictions of each example.
+
+    Returns
+    -------
+    Tensor, shape (examples,)
+    """
+    example_of_value = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, example_of_value, values)
+
+
+def ratio_standard_error(lost: Tensor, effects: Tensor) -> float | None:
+    """Return the standard error of the share kept, 1 − Σ lost / Σ effects.
+
+    It is the jackknife's over examples, not over predictions: those of one example are not
+    independent. None for fewer than two examples, or where leaving one out leaves no effect.
+    """
+    n_examples = len(lost)
+    effects_without_one = effects.sum() - effects
+    if n_examples < 2 or bool((effects_without_one <= 0.0).any()):
+        return None
+    shares_lost = (lost.sum() - lost) / effects_without_one
+    squares = (shares_lost - shares_lost.mean()).square().sum()
+    return float(((n_examples - 1) / n_examples * squares).sqrt())
+
+
+@contextmanager
+def without_delta(model: nn.Module) -> Iterator[None]:
+    """Set ΔW = 0 in every adapted layer inside a ``with`` block.
+
+    Heads and embeddings of tokens that came with the adapter stay.
+    """
+    layers = [module for module in model.modules() if has_delta(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)

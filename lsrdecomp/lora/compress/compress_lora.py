@@ -1,0 +1,522 @@
+"""`lsrdecomp.compress`: compress a LoRA to a size, an error, or a measured share that is kept.
+
+Torch is loaded only where a base is given, which runs on texts to measure what is kept.
+
+From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
+
+1. `cli.compress` parses the `lora.search.request.Request`, opens the LoRA
+   (`lora.files.open_checkpoint`) and calls `compress_request`, which calls `_compress_measured`.
+2. `evaluate.Evaluator` opens the base with the LoRA on it, and keeps the LoRA's outputs on held-out
+   texts. On other texts it measures the statistics of the layers (`lora.base.calibrate`): the
+   norm in which errors count.
+3. `lora.search.search_adapter` solves every layer at many shapes in that norm
+   (`lora.search.search`).
+4. `goals.ShareGoal` asks that search for variants of several sizes (`size_search`).
+   `variants.VariantCache` writes and measures them and, if asked to, trains them
+   (`lora.train.distillation`), each once.
+5. The smallest variant that keeps the share is measured on the held-out texts, and replaced by a
+   larger one where it keeps less there.
+6. `MeasuredCompression.save` copies its files to their place (`rewrite.publish`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from lsrdecomp.errors import BudgetError, needs
+from lsrdecomp.fields import refuses_unknown
+from lsrdecomp.lora.base.base_files import check_reachable, resolved_base
+from lsrdecomp.lora.base.text_profile import TextProfile
+from lsrdecomp.lora.base.texts import data_name, read_data
+from lsrdecomp.lora.compress.rewrite import publish
+from lsrdecomp.lora.files import Checkpoint, Journal, open_checkpoint
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.progress import OnStep, PlannedSteps
+from lsrdecomp.lora.files.statistics import Statistics, read_statistics
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity, Measurement, share_kept
+from lsrdecomp.lora.search.effort import LIMITS_BESIDE_A_BASE
+from lsrdecomp.lora.search.plan import CompressionPlan, Search, share_of_effect
+from lsrdecomp.lora.search.request import Request
+from lsrdecomp.lora.search.searched import Compression, described, search_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lsrdecomp.lora.base.behaviour import Behaviour
+    from lsrdecomp.lora.base.texts import Item, Texts
+    from lsrdecomp.lora.compress.goals import Goal, ShapeSearch
+    from lsrdecomp.lora.compress.variants import CompressedVariant, VariantCache
+    from lsrdecomp.lora.files.format_table import AdapterSource
+    from lsrdecomp.lora.measure.evaluator import Evaluator
+    from lsrdecomp.lora.search.layers import StatisticsByLayer
+    from lsrdecomp.lora.search.measured_settings import MeasuredSettings
+
+
+MAX_REPLACEMENTS = 2
+"""Maximum variants that take the place of one that keeps less than the target on the held-out
+texts; each costs a forward pass over them."""
+
+
+@refuses_unknown
+def compress(
+    checkpoint: Checkpoint | AdapterSource,
+    plan: CompressionPlan | None = None,
+    *,
+    ratio: float | None = None,
+    bytes: int | None = None,
+    parameters: float | None = None,
+    rtol: float | None = None,
+    kl: float | None = None,
+    separation_rank: int | None = None,
+    keep: float | None = None,
+    storage: str | None = None,
+    structure: str | None = None,
+    max_rank: int | None = None,
+    inner_shape: tuple[int, ...] | None = None,
+    base: str | Path | None = None,
+    data: str | Path | Texts | None = None,
+    distil: int | None = None,
+    statistics: Statistics | str | Path | None = None,
+    search: Search | None = None,
+    settings: MeasuredSettings | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    workers: int = 1,
+    journal: Journal | None = None,
+    on_step: OnStep | None = None,
+) -> Compression:
+    """Compress a LoRA to an LSR adapter of a size, an error, or a measured share that is kept.
+
+    Parameters
+    ----------
+    checkpoint : str, path, Checkpoint, state dict or PeftModel
+        The LoRA: what `open_checkpoint` reads or returned.
+    plan : CompressionPlan, optional
+        The goal as a value that can be used again, with storage, structure and shapes.
+    ratio, bytes, parameters, rtol, kl, separation_rank : number, optional
+        The goal, where there is no plan: one of these, as `CompressionPlan` has it, or ``keep``.
+    keep : float, optional
+        With ``base``: find the smallest version that keeps this share of the LoRA's effect.
+    storage : str, optional
+        As in a plan. Absent, it is the LoRA's dtype; with a base and ``keep`` or ``bytes``, the
+        number of bits that suits each layer best.
+    structure, max_rank, inner_shape : optional
+        As in a plan.
+    base : str or path, optional
+        The base model, by name or directory. With it, what is kept is measured:
+        ``result.fidelity``.
+    data : path or sequence of texts, optional
+        With ``base``: texts of the task, without labels.
+    distil : int, optional
+        With ``base``: also train on the LoRA's answers, for so many steps.
+    statistics : Statistics, str or path, optional
+        Statistics of the layers, so that errors count by their effect on the model's outputs: a
+        directory that `lsrdecomp calibrate` wrote, or what `read_statistics` returned. With
+        ``base`` they are measured if they are not given.
+    search : Search, optional
+        Effort of the search for shapes.
+    settings : MeasuredSettings, optional
+        With ``base``: how texts are read and held out, and what else is measured. An argument here
+        of the same name wins.
+    seed : int, optional
+        With ``base``: seed of the order of the texts, and of which are held out.
+    device : str, optional
+        Where torch solves, and runs the base; absent, the CPU, where NumPy solves.
+    workers : int
+        Processes that solve.
+    journal : Journal, optional
+        Keeps what was solved, measured and trained, so that a killed run can be resumed.
+    on_step : callable, optional
+        Called with a `ProgressUpdate` before and during each part of the work.
+
+    Returns
+    -------
+    Compression
+        Call its ``save`` to write the adapter. With a base it is a `MeasuredCompression`.
+
+    Raises
+    ------
+    BudgetError
+        If the goal cannot be met, if none is given, or more than one.
+    SettingsError
+        For a setting that has no use with this goal; the message has the goals where it has one.
+    CheckpointError, LsrError
+        If files or base cannot be used; for an unknown goal or setting, with the nearest known
+        name; if torch, transformers or peft are missing and a base is given.
+
+    Examples
+    --------
+    >>> import lsrdecomp as lsr
+    >>> from importlib.resources import files
+    >>> lsr.compress(files("lsrdecomp.cli") / "demo_adapter", ratio=10)
+    Compression of demo_adapter, ratio = 10
+       12 layers, ... of them left out: 7,3... of 73,728 parameters (10 times fewer), 29,...
+       relative error 0.51... in the Frobenius norm; best truncated SVD of that size 0.52...
+       not on disk before save(directory)
+
+    With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
+    keep=0.95).save("small/")``.
+    """
+    # A request refuses settings that have no use with its goal. None and the default number of
+    # workers are not settings.
+    given = {
+        "ratio": ratio,
+        "bytes": bytes,
+        "parameters": parameters,
+        "rtol": rtol,
+        "kl": kl,
+        "separation_rank": separation_rank,
+        "keep": keep,
+        "storage": storage,
+        "structure": structure,
+        "max_rank": max_rank,
+        "inner_shape": inner_shape,
+        "base": base,
+        "data": data,
+        "distil": distil,
+        "statistics": statistics,
+        "search": search,
+        "seed": seed,
+        "device": device,
+        "workers": None if workers == 1 else workers,
+        "journal": journal,
+    }
+    request = Request.parse(given, plan=plan, settings=settings)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    return compress_request(checkpoint, request, on_step)
+
+
+def compress_request(
+    checkpoint: Checkpoint,
+    request: Request,
+    on_step: OnStep | None = None,
+) -> Compression:
+    """Compress an open adapter as requested.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    request : Request
+    on_step : callable, optional
+        Called with a `ProgressUpdate` before and during each part of the work.
+    """
+    request = request.for_adapter(checkpoint.storage)
+    statistics = request.statistics
+    if isinstance(statistics, str | Path):
+        statistics = read_statistics(statistics)
+    if request.measured is not None:
+        steps = PlannedSteps(on_step, _step_times(request.measured))
+        measured = _compress_measured(checkpoint, request, request.measured, statistics, steps)
+        resolved = {**request.resolved(), "base": resolved_base(request.base)}
+        return replace(measured, settings=request.to_json(), resolved=resolved)
+    assert request.plan is not None
+    searched = search_adapter(
+        checkpoint,
+        [request.plan],
+        statistics=statistics,
+        search=request.search,
+        resources=request.resources(PlannedSteps(on_step, [1.0])),
+    )
+    return described(searched.compress(request.plan), request, statistics)
+
+
+def _step_times(settings: MeasuredSettings) -> list[float]:
+    """Return the expected times of the steps of a run, in their order.
+
+    Their unit is the time that the base takes to open. They were measured on the demo's LoRA.
+    """
+    opening, calibrating, searching = 1.0, 1.0, 2.0
+    times = [opening]
+    for _ in range(settings.passes):
+        times += [calibrating, searching]
+    if settings.distil:
+        times.append(0.05 * settings.distil)
+    measuring = 0.1
+    if settings.examples:
+        measuring += 0.4  # for answers in words, and truncated SVD on the same texts
+    return [*times, measuring]
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class MeasuredCompression(Compression):
+    """A compression whose fidelity was measured on its base."""
+
+    fidelity: Fidelity
+    written: Path
+    """Directory of the variant that was measured, for `save` to copy."""
+    annotations: dict[str, Any]
+    """Entries of the record beside those of the compression: how it was trained."""
+    _folder: TemporaryDirectory[str] | None
+    """The temporary directory that ``written`` is in, which is deleted with this object."""
+    tried: tuple[Measurement, ...] = ()
+    """Every variant that was measured, in order."""
+    mismatches: tuple[AnswerPair, ...] = ()
+    """Texts to which the variant's answer is not the LoRA's. Only the HTML report shows them."""
+    answers: tuple[AnswerPair, ...] = ()
+    """Answers of LoRA and variant to some texts, those that differ first, for the HTML report."""
+    truncated_svd: Measurement | None = None
+    """Quantized truncated SVD of as many bytes, on the held-out texts."""
+
+    def __repr__(self) -> str:
+        """Return goal, sizes and errors, then what is kept, in ten lines or fewer."""
+        *compression, hint_to_save = super().__repr__().split("\n")
+        fidelity = [f"   {line.strip()}" for line in repr(self.fidelity).split("\n")]
+        return "\n".join([*compression, *fidelity, hint_to_save])
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML, for a notebook."""
+        return f"{super()._repr_html_()}<p>It {escape(self.fidelity.sentence())}.</p>"
+
+    def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
+        """Return the report of the compression, with what was measured."""
+        report = super().to_json(every_layer=every_layer)
+        report |= self.annotations
+        report["tried"] = [asdict(measurement) for measurement in self.tried]
+        if self.truncated_svd is not None:
+            report["truncated_svd"] = asdict(self.truncated_svd)
+        report["promise"] = self.fidelity.to_json()
+        return report
+
+    def save(
+        self, out: str | Path, *, force: bool = False, record: bool = False, bare: bool = False
+    ) -> Path:
+        """Write the adapter as `Compression.save` does, with its fidelity in record and card."""
+        report = self.to_json(every_layer=record)
+        inputs = (self.source.path,)
+        return publish(
+            self.written, out, report, self.fidelity, inputs=inputs, force=force, bare=bare
+        )
+
+
+def _shown_answers(answers: list[AnswerPair], n_differing: int) -> tuple[AnswerPair, ...]:
+    """Return answers to show: some that differ, then others until there are six."""
+    differing = [pair for pair in answers if not pair.matches][:n_differing]
+    matching = [pair for pair in answers if pair.matches]
+    return (*differing, *matching[: max(0, 6 - len(differing))])
+
+
+def _compress_measured(
+    checkpoint: Checkpoint,
+    request: Request,
+    settings: MeasuredSettings,
+    statistics: Statistics | None,
+    steps: PlannedSteps,
+) -> MeasuredCompression:
+    """Compress against a base: to a plan, or to the smallest variant that keeps a share."""
+    # 1. Open the base with the LoRA on it.
+    steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
+    check_reachable(request.base)
+    texts = read_data(request.data)
+    evaluator = _open_base(checkpoint, request, settings, texts, steps)
+    target_share = _target_share(request, settings, evaluator)
+    # 2. Measure the norm in which errors count.
+    from lsrdecomp.lora.compress.variants import VariantCache  # with torch, which is loaded by now
+
+    folder = TemporaryDirectory()
+    journal = request.journal or Journal(Path(folder.name) / "journal")
+    steps.begin("calibrating")
+    norm = evaluator.statistics(journal) if statistics is None else statistics
+    notes = [*_differences_of_texts(statistics, texts, data_name(request.data)), *norm.doubts]
+    variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
+    # 3. Find the variant of the plan, or the smallest that keeps the share.
+    resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
+    search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
+    make_goal = partial(_goal, variants, search_shapes, request, target_share)
+    best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
+    # 4. Measure what is reported, on texts that selected nothing before.
+    steps.begin("measuring what is reported")
+    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
+    # 5. Keep its files, apart from the journal, and compare its answers.
+    written = shutil.copytree(best.path, Path(folder.name) / "written")
+    answers: list[AnswerPair] = []
+    truncated_svd = None
+    if settings.examples:
+        answers = evaluator.compare_answers(best.path)
+        out = Path(folder.name) / "svd"
+        truncated_svd = _measure_truncated_svd(
+            evaluator, search_shapes, variants.statistics, best.path, out
+        )
+    mismatches = [pair for pair in answers if not pair.matches]
+    # 6. Report what was measured.
+    fidelity = evaluator.fidelity(
+        behaviour,
+        best.path,
+        checkpoint,
+        data_name(request.data),
+        distilled=best.steps,
+        measurements=len(variants.measurements),
+        held_out_measurements=held_out_measurements,
+        requested=target_share,
+        answered=len(answers),
+        n_matching=len(answers) - len(mismatches),
+    )
+    fields = dict(vars(best.compression))
+    fields.update(
+        fidelity=fidelity,
+        written=written,
+        annotations=best.annotations,
+        _folder=folder,
+        tried=variants.measurements,
+        mismatches=tuple(mismatches[: settings.examples]),
+        answers=_shown_answers(answers, settings.examples),
+        truncated_svd=truncated_svd,
+        notes=tuple(notes),
+    )
+    return MeasuredCompression(**fields)
+
+
+def _open_base(
+    checkpoint: Checkpoint,
+    request: Request,
+    settings: MeasuredSettings,
+    texts: Sequence[Item],
+    steps: PlannedSteps,
+) -> Evaluator:
+    """Open the base with the LoRA on it, and run the LoRA on the texts that are held out."""
+    with needs("a base", "peft"):
+        from lsrdecomp.lora.measure.evaluator import Evaluator
+    return Evaluator(
+        request.base,
+        checkpoint.path,
+        texts,
+        settings,
+        chooses=request.plan is None or request.plan.kl is not None,
+        trains=bool(settings.distil),
+        on_step=steps,
+    )
+
+
+def _differences_of_texts(
+    statistics: Statistics | None, texts: Sequence[Item], name: str
+) -> list[str]:
+    """Return how texts differ from those that given statistics were measured on, as sentences."""
+    if statistics is None:
+        return []
+    profile = TextProfile.from_json(statistics.metadata.get("settings", {}).get("text_profile"))
+    if profile is None:
+        return []
+    differences = profile.differences(texts, name)
+    return [f"{each}: calibrate on texts like those you measure on" for each in differences]
+
+
+def _target_share(
+    request: Request, settings: MeasuredSettings, evaluator: Evaluator
+) -> float | None:
+    """Return the share of the LoRA's effect to be kept, if one was asked for.
+
+    A divergence is turned into one by the LoRA's effect on the texts of the evaluator.
+    """
+    if request.plan is not None and request.plan.kl is not None:
+        return 1.0 - share_of_effect(request.plan.kl, evaluator.reference.effect)
+    return settings.keep
+
+
+def _goal(
+    variants: VariantCache,
+    search_shapes: ShapeSearch,
+    request: Request,
+    target_share: float | None,
+) -> Goal:
+    """Return the goal of one pass: the share, or the plan."""
+    from lsrdecomp.lora.compress.goals import PlanGoal, ShareGoal
+
+    if target_share is None:
+        assert request.plan is not None
+        return PlanGoal(variants, search_shapes, request.plan)
+    plan_options = {
+        "storage": request.storage,
+        "max_rank": request.max_rank,
+        "structure": request.structure,
+    }
+    return ShareGoal(variants, search_shapes, target_share, plan_options)
+
+
+def _best_of_passes(
+    variants: VariantCache, make_goal: Callable[[], Goal], passes: int, steps: PlannedSteps
+) -> tuple[CompressedVariant, Goal]:
+    """Return the best variant of all passes, and the goal of the last.
+
+    Each pass after the first calibrates with the variant found so far. The errors of layers add up
+    along the network, so that the norm measured with it is nearer to the one that counts.
+    """
+    best: CompressedVariant | None = None
+    for number in range(1, passes + 1):
+        if best is not None:
+            steps.begin("calibrating with the compressed adapter")
+            variants.statistics = variants.evaluator.statistics(variants.journal, best.path)
+        steps.begin("searching" if best is None else "searching again")
+        goal = make_goal()
+        # Only in the last pass is the goal met exactly, and a variant trained.
+        if number < passes:
+            variant = goal.preliminary()
+        elif variants.steps:
+            steps.begin("training")
+            variant = goal.trained()
+        else:
+            variant = goal.untrained()
+        if best is None or goal.is_better(variant, best):
+            best = variant
+    assert best is not None
+    return best, goal
+
+
+def _held_out_choice(
+    best: CompressedVariant,
+    goal: Goal,
+    evaluator: Evaluator,
+    target_share: float | None,
+) -> tuple[CompressedVariant, Behaviour, int]:
+    """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
+
+    While the best one keeps less than was asked there, a larger one is measured as well. These
+    texts were found to be harder than the selection texts, so they show rather too little of the
+    larger one than too much.
+    """
+    if evaluator.selection_reference is evaluator.reference:
+        return best, best.behaviour, 1
+    behaviour = evaluator.measure_held_out(best.path)
+    n_measured = 1
+    while n_measured <= MAX_REPLACEMENTS:
+        if target_share is None or share_kept(behaviour) >= target_share:
+            break
+        larger = goal.replacement(best, behaviour)
+        if larger is None:
+            break
+        again = evaluator.measure_held_out(larger.path)
+        n_measured += 1
+        if share_kept(again) <= share_kept(behaviour):
+            break
+        best = larger
+        behaviour = again
+    return best, behaviour, n_measured
+
+
+def _measure_truncated_svd(
+    evaluator: Evaluator,
+    search_shapes: ShapeSearch,
+    statistics: StatisticsByLayer,
+    written: Path,
+    out: Path,
+) -> Measurement | None:
+    """Measure the quantized truncated SVD of at most the bytes of a variant, for comparison.
+
+    It is found in the same norm, and each layer chooses its bits, as in the variant. None if even
+    the smallest takes more bytes.
+    """
+    plan = CompressionPlan(bytes=bytes_to_open(written / WEIGHTS), storage="auto")
+    evaluator.announce("measuring truncated SVD in as many bytes")
+    try:
+        searched = search_shapes([plan], statistics=statistics, search=Search(orders=()))
+        compression = searched.compress(plan)
+    except BudgetError:
+        return None
+    behaviour = evaluator.measure_held_out(compression.save(out))
+    return Measurement(bytes_to_open(out / WEIGHTS), compression.totals.parameters, behaviour.kept)

@@ -1,0 +1,250 @@
+"""Plain pairs written in the format of the file that they came from."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.lora.files.adapter_config import most_common, patterns
+from lsrdecomp.lora.files.file_checks import read_json
+from lsrdecomp.lora.files.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
+from lsrdecomp.lora.files.readers.layouts import METADATA
+from lsrdecomp.lora.files.records import LOKR_STAYS, Checkpoint, LoraLayer
+from lsrdecomp.lora.files.writers.gguf import read_base, write_gguf
+from lsrdecomp.lora.files.writers.pair_writer import PairWriter, check_file_name
+from lsrdecomp.lora.files.writers.peft import write_lora
+from lsrdecomp.lora.files.writing import new_directory, new_file, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from lsrdecomp.lora.files.tensors import Array, StoredTensor
+
+    Pairs = Iterable[tuple[str, Array, Array]]
+
+GGUF_STORAGES = {"float16": "f16", "float32": "f32", "bfloat16": "f32"}
+"""Types of GGUF files that hold the numbers of ours."""
+MLX_FORMATS = ("mlx", "mlx-vlm")
+MODEL_HASH = "sshs_model_hash"
+"""The digest of the tensors' bytes that sd-scripts writes into a header."""
+LEGACY_HASH = "sshs_legacy_hash"
+"""Its digest of a part of the file, which is left out."""
+NETWORK = "ss_network_"
+"""Beginning of the keys in which sd-scripts says what it trained."""
+NETWORK_DIM = "ss_network_dim"
+"""Its rank, "Dynamic" if layers have several."""
+TRAINING_COMMENT = "ss_training_comment"
+
+
+def file_or_directory(like: Checkpoint) -> str:
+    """Return what `write_pairs` makes when it writes an adapter in its original format.
+
+    Parameters
+    ----------
+    like : Checkpoint
+
+    Returns
+    -------
+    {"file", "directory"}
+        One file, or a directory with a config.
+
+    Raises
+    ------
+    UnsupportedError
+        For an adapter that is no file of pairs with keys of their own.
+    """
+    if like.format == "lsr":
+        raise UnsupportedError(
+            "is an LSR adapter: name the LoRA that it was made from by --like", path=like.path
+        )
+    for layer in like.layers:
+        if not isinstance(layer, LoraLayer):
+            raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
+        if ".hada_" in layer.up.name:
+            raise UnsupportedError(
+                "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+                "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
+                "--to lora)",
+                path=like.path,
+                tensor=layer.name,
+            )
+    is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
+    return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
+
+
+@dataclass(frozen=True)
+class RankRule:
+    """Ranks that a format's readers ask of its layers.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of int
+        Layers, by their index, that have one rank in common: experts of one stack; otherwise each
+        is alone.
+    is_common : bool
+        Whether all layers that are in the file have one rank, by which one alpha outside of it is
+        divided.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    is_common: bool
+
+
+def rank_rule(like: Checkpoint) -> RankRule:
+    """Return the rule for the ranks of a file that `write_pairs` writes like another."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for index, layer in enumerate(like.layers):
+        is_pair = isinstance(layer, LoraLayer)
+        groups[layer.up.name if is_pair else layer.name].append(index)
+    has_one_alpha = like.config.get("lora_alpha") is not None
+    return RankRule(
+        groups=tuple(map(tuple, groups.values())),
+        is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
+    )
+
+
+def write_same(
+    out: Path,
+    *,
+    layers: Pairs,
+    like: Checkpoint,
+    storage: str | None,
+    extras: Mapping[str, StoredTensor],
+    force: bool,
+    provenance: Mapping[str, Any] | None,
+) -> Path:
+    """Write pairs in the format of ``like``, as `write_pairs` says."""
+    if like.format == "gguf":
+        gguf_storage = GGUF_STORAGES.get(storage or like.storage, storage)
+        return write_gguf(
+            out,
+            layers=layers,
+            base=read_base(like.weights),
+            source=like,
+            extras=extras,
+            storage=gguf_storage or "f16",
+            force=force,
+        )
+    if like.format == "peft-lora":
+        return write_lora(
+            out,
+            source=like,
+            layers=layers,
+            storage=storage or like.storage,
+            extras=extras,
+            force=force,
+            provenance=provenance,
+        )
+    is_directory = file_or_directory(like) == "directory"  # mlx-lm's
+    if not is_directory:
+        check_file_name(out)
+    open_new = new_directory if is_directory else new_file
+    with (
+        open_new(out, inputs=(like.path, like.weights), force=force) as part,
+        PairWriter(out.absolute().parent, like) as writer,
+    ):
+        # 1. The pairs, then the other tensors.
+        _add_same(writer, like, layers, storage)
+        for key, tensor in extras.items():
+            writer.add(key.removeprefix(PREFIX), tensor.read())
+        # 2. What the file says of them.
+        types = {storage or layer.dtype for layer in like.layers if layer.name in writer.ranks}
+        record = writer.record(provenance, storage="+".join(sorted(types)))
+        header = _same_metadata(like, writer) | record
+        if is_directory:
+            config = _mlx_config(like, writer.ranks)
+            write_json(part / CONFIG, config)
+            writer.write(part / MLX_WEIGHTS, writer.with_digests(header, config))
+        else:
+            writer.write(part, writer.with_digests(header))
+    return out
+
+
+def _mlx_config(like: Checkpoint, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the config of a directory of mlx-lm or mlx-vlm, whose rank is the largest."""
+    config = read_json(like.weights.parent / CONFIG)
+    rank = {"rank": max(ranks.values())}
+    if "lora_parameters" not in config:
+        return config | rank
+    config["lora_parameters"] = config["lora_parameters"] | rank
+    return config
+
+
+def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
+    """Add the pairs of all layers under the keys that ``like`` has for them."""
+    rule = rank_rule(like)
+    common_rank = None
+    common_scale = 1.0
+    if rule.is_common:
+        layers = list(layers)
+        common_rank = max(down.shape[0] for _, _, down in layers)
+        common_scale = like.config["lora_alpha"] / common_rank
+    for name, up, down in layers:
+        layer: LoraLayer = like.layer(name)
+        scale = common_scale
+        if layer.alpha is not None:
+            scale = alpha_scale(layer.alpha, down.shape[0])
+            writer.add(layer.alpha.name, layer.alpha.read())
+        elif like.format in MLX_FORMATS:
+            scale = layer.scale
+        writer.add_pair(
+            name,
+            up,
+            down,
+            (layer.down.name, layer.up.name),
+            storage or layer.dtype,
+            rank=common_rank,
+            scale=scale,
+            transposed=like.format in MLX_FORMATS,
+        )
+
+
+def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
+    """Return the metadata of ``like``, with what it says of ranks and hashes made true."""
+    metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
+    if MODEL_HASH in metadata:
+        metadata[MODEL_HASH] = writer.sha256()
+    metadata |= _network_metadata(metadata, writer.ranks)
+    if METADATA in metadata:
+        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
+    return metadata
+
+
+def _network_metadata(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return what sd-scripts' resize_lora says of a network's rank; alphas keep their value."""
+    if not any(key.startswith(NETWORK) for key in metadata):
+        return {}
+    found = set(ranks.values())
+    dim = str(found.pop()) if len(found) == 1 else "Dynamic"
+    before = metadata.get(NETWORK_DIM, "unknown")
+    if dim == before:
+        return {}
+    comment = f"dimension is resized from {before} to {dim}"
+    if metadata.get(TRAINING_COMMENT):
+        comment += f"; {metadata[TRAINING_COMMENT]}"
+    return {NETWORK_DIM: dim, TRAINING_COMMENT: comment}
+
+
+def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
+    """Update diffusers' config of the components, with alpha equal to the rank everywhere."""
+    components: dict[str, dict[str, int]] = {}
+    for name, rank in ranks.items():
+        component, _, module = name.partition(".")
+        components.setdefault(component, {})[module] = rank
+    for component, ranks_of_component in components.items():
+        if not any(key.startswith(f"{component}.") for key in config):
+            continue
+        common = most_common(ranks_of_component)
+        rank_patterns = patterns(ranks_of_component, common)
+        config |= {
+            f"{component}.r": common,
+            f"{component}.lora_alpha": common,
+            f"{component}.rank_pattern": rank_patterns,
+            f"{component}.alpha_pattern": rank_patterns,
+            f"{component}.use_rslora": False,
+        }
+    return json.dumps(config, sort_keys=True)

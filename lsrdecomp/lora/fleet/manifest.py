@@ -1,0 +1,126 @@
+"""The manifest of a fleet: one line a finished adapter, so that nothing is done twice or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from lsrdecomp.lora.search.plan import CompressionPlan
+
+MANIFEST = "fleet.jsonl"
+FIRST_BYTES = b'{"plan":'
+MEANING = {"plan": "plan", "calibrated": "norm: statistics"}
+"""What the fields of the first line are called in errors."""
+State = Literal["done", "missed", "failed", "died"]
+"""The last is for runners alone: the worker was killed or ran out of memory, and the job is to be
+tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one adapter: written, missed or failed.
+
+    Examples
+    --------
+    >>> Outcome("style-7", "failed", "adapter_model.safetensors: truncated").parameters
+    0
+    """
+
+    name: str
+    state: State
+    message: str = ""  # why it missed or failed
+    parameters_before: int = 0
+    parameters: int = 0
+    relative_error: float = 0.0  # in the Fisher norm where there are statistics
+    attempts: int = 1
+
+
+class Manifest:
+    """Outcomes as JSON lines after a first line that says what was asked for.
+
+    Only ever appended to, each line flushed to disk; a last line cut by a kill is overwritten by
+    the next one.
+    """
+
+    def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
+        self.path = path
+        self.outcomes: dict[str, Outcome] = {}
+        # The plan as it is read back
+        requested = {"plan": json.loads(json.dumps(plan.to_json())), "calibrated": calibrated}
+        lines = self._sound_lines()
+        if lines:
+            self._check_first_line(lines[0], requested)
+        else:
+            given = {name: value for name, value in requested.items() if value is not None}
+            self._write(json.dumps(given))
+        for line in lines[1:]:
+            outcome = _outcome(line)
+            if outcome is None:
+                raise CheckpointError(
+                    f"{json.dumps(line)[:200]} is not an outcome written here; "
+                    "choose another output",
+                    path=path,
+                )
+            self.outcomes[outcome.name] = outcome
+
+    def _check_first_line(self, line: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless the manifest belongs to this plan and norm."""
+        for name, value in requested.items():
+            recorded = line.get(name)
+            if recorded != value:
+                raise CheckpointError(
+                    f"belongs to another {MEANING[name]}, {json.dumps(recorded)[:400]}; "
+                    "choose another output",
+                    path=self.path,
+                )
+
+    def append(self, outcome: Outcome) -> None:
+        """Add an outcome, and flush its line to disk."""
+        self.outcomes[outcome.name] = outcome
+        self._write(json.dumps(asdict(outcome)))
+
+    def _sound_lines(self) -> list[dict[str, Any]]:
+        """Return all lines but one that a kill cut short, which is taken off the file."""
+        if not self.path.exists():
+            return []
+        content = self.path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in complete.splitlines()]
+        except (ValueError, RecursionError):
+            lines = [None]
+        # Of a first line that was cut short the first bytes tell whose it is
+        cut_short = not lines and content[:8] == FIRST_BYTES[: len(content)]
+        is_ours = bool(lines) or cut_short
+        if not is_ours or not all(isinstance(line, dict) for line in lines):
+            raise CheckpointError(
+                "is not a manifest written here; choose another output", path=self.path
+            )
+        if len(complete) < len(content):
+            os.truncate(self.path, len(complete))
+        return lines
+
+    def _write(self, line: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _outcome(line: Mapping[str, Any]) -> Outcome | None:
+    """Return the outcome of a line of a manifest, or None if it is none."""
+    types = {"name": str, "state": str, "message": str, "relative_error": int | float}
+    names = set(line)
+    if not {"name", "state"} <= names <= set(Outcome.__slots__):
+        return None
+    if not all(isinstance(value, types.get(name, int)) for name, value in line.items()):
+        return None
+    return Outcome(**line) if line["state"] in get_args(State) else None

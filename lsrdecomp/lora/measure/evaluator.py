@@ -1,0 +1,408 @@
+"""Evaluation of compressed variants of a LoRA: its base, its texts, and its outputs on them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.helpers import rescale_adapter_scale
+
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.lora.base.autocast import mixed_precision
+from lsrdecomp.lora.base.base_model import open_base
+from lsrdecomp.lora.base.batches import prompt_batches, text_batches
+from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.dataset import PromptExample
+from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.forward import forward
+from lsrdecomp.lora.base.generation import generate
+from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.texts import (
+    HELD_OUT,
+    HELD_OUT_PROMPTS,
+    Item,
+    n_characters,
+    n_selection_texts,
+    split_texts,
+)
+from lsrdecomp.lora.base.tokens import prompt_text, tokenize
+from lsrdecomp.lora.files import Checkpoint, Journal, content_key
+from lsrdecomp.lora.files.file_checks import bytes_to_open, sha256
+from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
+from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity
+from lsrdecomp.lora.measure.teacher import DistillationData
+from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lsrdecomp.lora.base.base_model import Base
+    from lsrdecomp.lora.base.behaviour import Behaviour
+
+MIN_EFFECT = 1e-9
+"""Nats: a divergence below this is rounding."""
+
+MAX_TEXTS = 512
+"""Maximum texts that calibration reads for the norm in which shapes are searched; by hand."""
+MAX_TEXTS_OF_TOKENS = 64
+"""The same for models that predict tokens, of which each text has many; by hand."""
+LORA_SCALE = 0.4
+"""Factor of the LoRA's ΔW during that calibration. A small variant does only part of what the LoRA
+does, and errors add up along the network: statistics for it lie between those with the LoRA and
+without. One of four values that were tried on three LoRAs (``norms`` in
+``benchmarks/results/one_command.json``)."""
+
+TEACHER_SHARE = 0.2
+"""Different batches to train on, as a share of the steps: the LoRA runs once on each. By hand."""
+MIN_BATCHES = 8
+"""Minimum batches to train on; by hand."""
+VALIDATION_BATCHES = 4
+"""Batches that say when to stop, where no selection texts do; neither training nor the final
+measurement sees them. By hand."""
+
+
+class Evaluator:
+    """A base with a LoRA on it, and the LoRA's outputs on texts, to compare variants with.
+
+    Parameters
+    ----------
+    base : str or path
+        As for `load_base`.
+    lora : path
+        The adapter whose behaviour is to be kept: a PEFT directory.
+    texts : sequence of texts
+        Split by seed into held-out, selection and calibration texts, as `split_texts` does.
+    settings : EvaluatorSettings, optional
+    chooses : bool
+        Whether one of many variants will be selected by what they keep. If enough texts are held
+        out, half as many others are then set aside to select by, so that the held-out texts measure
+        what was selected on others.
+    trains : bool
+        Whether variants will be trained too. Then three selection texts are set aside for four that
+        are held out, and they also say when a training ends.
+    on_step : callable, optional
+        Called with a `ProgressUpdate` before and during each part of the work.
+
+    Attributes
+    ----------
+    base, source : Base
+        The plain base, and the base with the LoRA.
+    held_out, selection_texts, calibration_texts : list
+        Texts for the final measurement, to select variants by (perhaps none), and for calibration
+        and training.
+    reference : Reference
+        The LoRA's outputs on the held-out texts.
+    selection_reference : Reference
+        The LoRA's outputs on the selection texts; without any, `reference`.
+    monitors_by_selection : bool
+        Whether the selection texts say when a training ends.
+    batch_size : int
+
+    Raises
+    ------
+    LsrError
+        If the texts are too few or too long, or the LoRA has no effect on them.
+    CheckpointError
+        If base and adapter do not fit.
+
+    Notes
+    -----
+    Costs two forward passes over the held-out and the selection texts. Each `measure` costs one
+    over the selection texts.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        lora: str | Path,
+        texts: Sequence[Item],
+        settings: EvaluatorSettings | None = None,
+        *,
+        chooses: bool = False,
+        trains: bool = False,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.settings = settings or EvaluatorSettings()
+        self.on_step = on_step
+        # 1. Split the texts.
+        self.held_out, remaining = self._hold_out(texts)
+        n_selection = 0
+        if chooses:
+            n_selection = n_selection_texts(len(self.held_out), trains=trains)
+        self.selection_texts = remaining[:n_selection]
+        self.calibration_texts = remaining[n_selection:]
+        # 2. Open the base, once: adapters share its large weights.
+        self.announce("opening the base")
+        self.base, self.source = self._open(base, lora)
+        self.monitors_by_selection = trains and bool(self.selection_texts)
+        self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
+        self._check_lengths(texts)
+        # 3. Run the LoRA, once: every variant is compared with its outputs.
+        n_texts = len(self.held_out) + len(self.selection_texts)
+        self.announce(f"the LoRA's own answers to {n_texts} held-out examples")
+        self.reference = Reference(self.source, self.batches(self.held_out))
+        self.selection_reference = self.reference
+        if self.selection_texts:
+            self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
+        if not self.reference.effect > MIN_EFFECT:
+            raise LsrError(
+                "the adapter changes no answer on these texts (divergence "
+                f"{self.reference.effect:.2g} nats): there is no effect to keep; give texts of the "
+                "task it was trained for"
+            )
+
+    def _hold_out(self, texts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+        """Return held-out and remaining texts, as many as the settings say."""
+        has_prompts = any(isinstance(text, PromptExample) for text in texts)
+        default = HELD_OUT_PROMPTS if has_prompts else HELD_OUT
+        max_held_out = self.settings.held_out or default
+        return split_texts(texts, max_held_out, self.settings.seed)
+
+    def _open(self, base: str | Path, lora: str | Path) -> tuple[Base, Base]:
+        """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
+        settings = self.settings
+        try:
+            plain = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
+            return plain, plain.with_adapter(lora)
+        except LsrError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"does not open on the base {base}: {reason}", path=lora
+            ) from error
+
+    def _check_lengths(self, texts: Sequence[Item]) -> None:
+        """Raise `DataError` if any prompt is too long, before work is done on the others."""
+        if self.source.head is Head.causal_lm:
+            prompts = [text for text in texts if isinstance(text, PromptExample)]
+            tokenize(prompts, self.source.tokenizer, **self._length_limits)
+
+    def announce(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        """Tell ``on_step`` which stage the work is at, and how much of it is done."""
+        if self.on_step is not None:
+            self.on_step(ProgressUpdate(stage, done, total, unit))
+
+    def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
+        """Yield batches of texts of similar length; the same texts give the same batches."""
+        size = size or self.batch_size
+        seed = self.settings.seed
+        by_length = sorted(texts, key=n_characters)
+        for start in range(0, len(by_length), size):
+            items = by_length[start : start + size]
+            prompts = [item for item in items if isinstance(item, PromptExample)]
+            pairs = [item for item in items if not isinstance(item, PromptExample)]
+            if prompts:
+                yield from prompt_batches(
+                    self.source, prompts, size=size, seed=seed, **self._length_limits
+                )
+            if pairs:
+                max_length = self.settings.max_length
+                yield from text_batches(
+                    self.source, pairs, size=size, seed=seed, max_length=max_length
+                )
+
+    @property
+    def _length_limits(self) -> dict[str, Any]:
+        return {"max_length": self.settings.max_length, "truncate": self.settings.truncate}
+
+    def measure(self, written: Path) -> Behaviour:
+        """Compare a written variant with the LoRA on the selection texts."""
+        return self.selection_reference.compare(self.base.with_adapter(written))
+
+    def measure_held_out(self, written: Path) -> Behaviour:
+        """Compare a written variant with the LoRA on the held-out texts."""
+        self.announce("measuring what it keeps on held-out texts")
+        return self.reference.compare(self.base.with_adapter(written))
+
+    def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
+        """Return the answers of the LoRA and of a written variant to the first held-out texts.
+
+        Answers are classes or greedy completions, to ``limit`` texts at most. There are none to
+        texts without a prompt, and none of a regression.
+        """
+        self.announce("answering in words")
+        variant = self.base.with_adapter(written)
+        texts = self.held_out[:limit]
+        if self.source.head is Head.classification:
+            return self._compare_classes(variant, texts)
+        if self.source.head is Head.causal_lm:
+            return self._compare_completions(variant, texts)
+        return []
+
+    def _compare_classes(self, variant: Base, texts: Sequence[Item]) -> list[AnswerPair]:
+        pairs: list[AnswerPair] = []
+        for batch in self.batches(texts):
+            # The texts of a batch are decoded from it: batches are not in the order of the texts.
+            questions = self.source.tokenizer.batch_decode(
+                batch["input_ids"], skip_special_tokens=True
+            )
+            by_lora = _class_names(self.source, batch)
+            by_variant = _class_names(variant, batch)
+            rows = zip(questions, by_lora, by_variant, strict=True)
+            pairs += [AnswerPair(*row) for row in rows]
+        return pairs
+
+    def _compare_completions(self, variant: Base, texts: Sequence[Item]) -> list[AnswerPair]:
+        tokenizer = self.source.tokenizer
+        prompts = [
+            prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)
+        ]
+        prompts = [prompt for prompt in prompts if prompt]
+        # As many new tokens as the longest held-out completion has.
+        new_tokens = int(self.reference.counts.max())
+        by_lora = generate(self.source.model, tokenizer, prompts, new_tokens=new_tokens)
+        by_variant = generate(variant.model, tokenizer, prompts, new_tokens=new_tokens)
+        rows = zip(prompts, by_lora, by_variant, strict=True)
+        return [AnswerPair(*row) for row in rows]
+
+    @property
+    def key(self) -> str:
+        """Digest of everything that measurements depend on: adapter, base, texts and settings."""
+        settings = {
+            name: getattr(self.settings, name)
+            for name in EvaluatorSettings.fields
+            if name != "device"
+        }
+        dependencies = [
+            self.source.adapter_sha256,
+            self.source.name,
+            self.source.modules,
+            self.batch_size,
+            settings,
+        ]
+        return content_key(
+            dependencies, self.held_out, self.selection_texts, self.calibration_texts
+        )
+
+    def statistics(
+        self, journal: Journal, written: Path | None = None, *, lora_scale: float = LORA_SCALE
+    ) -> Statistics:
+        """Measure statistics of the adapted layers: the norm in which shapes are searched.
+
+        Statistics depend on the adapter that is active meanwhile.
+
+        Parameters
+        ----------
+        journal : Journal
+            Statistics that an earlier run finished here are read, not measured again.
+        written : path, optional
+            A written variant to be active; absent, the LoRA.
+        lora_scale : float
+            Factor of the LoRA's ΔW, if the LoRA is active.
+        """
+        # 1. Read what an earlier run finished.
+        predicts_tokens = self.source.head in TOKEN_HEADS
+        limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
+        texts = self.calibration_texts[:limit]
+        adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
+        key = content_key(self.key, adapter, lora_scale, len(texts))
+        out = journal.directory(f"statistics-{key}")
+        if (out / METADATA).exists():
+            return read_statistics(out)
+        # 2. Activate the adapter.
+        scaled: AbstractContextManager[None] = nullcontext()
+        if written is None:
+            stage = "calibrating"
+            base = self.source
+            scaled = rescale_adapter_scale(base.model, lora_scale)
+        else:
+            stage = "calibrating with the compressed adapter"
+            # A variant may lack layers of the LoRA; they are measured too.
+            base = replace(self.base.with_adapter(written), modules=self.source.modules)
+        self.announce(stage)
+
+        def announce_step(step: ProgressUpdate) -> None:
+            self.announce(stage, step.done, step.total, step.unit)
+
+        # 3. Measure.
+        mixed = mixed_precision(base.model)
+        with scaled, mixed:
+            return calibrate(
+                base,
+                self.batches(texts),
+                out=out,
+                seed=self.settings.seed,
+                samples=len(texts),
+                effect=False,
+                on_step=announce_step,
+            )
+
+    def distillation_data(self, steps: int, micro: int | None = None) -> DistillationData:
+        """Return batches to train on, and texts to validate by.
+
+        Parameters
+        ----------
+        steps : int
+            Steps of training. There are fewer batches, on each of which the LoRA runs once; steps
+            repeat them.
+        micro : int, optional
+            Examples of a micro-batch; absent, a batch is one.
+        """
+        size = self.batch_size
+        # 1. Set texts aside to validate by, unless the selection texts serve for that.
+        if self.monitors_by_selection:
+            batches = self._training_batches(self.calibration_texts, steps, micro)
+            return DistillationData(self.source, batches, self.selection_reference)
+        n_validation = VALIDATION_BATCHES * size
+        validation_texts = self.calibration_texts[:n_validation]
+        texts = self.calibration_texts[n_validation:]
+        if len(texts) < size:  # too few are left for a batch: set every fourth aside
+            validation_texts = self.calibration_texts[::4]
+            texts = [text for index, text in enumerate(self.calibration_texts) if index % 4]
+        validation = Reference(self.source, self.batches(validation_texts))
+        batches = self._training_batches(texts, steps, micro)
+        return DistillationData(self.source, batches, validation)
+
+    def _training_batches(
+        self, texts: Sequence[Item], steps: int, micro: int | None
+    ) -> list[list[Batch]]:
+        """Return the batches of a training, with texts of similar length in each."""
+        size = self.batch_size
+        n_batches = max(MIN_BATCHES, round(TEACHER_SHARE * steps))
+        by_length = sorted(texts[: n_batches * size], key=n_characters)
+        starts = range(0, len(by_length), size)
+        return [
+            list(self.batches(by_length[start : start + size], micro or size)) for start in starts
+        ]
+
+    def fidelity(
+        self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **annotations: Any
+    ) -> Fidelity:
+        """Return the record of a written variant of ``source``.
+
+        Parameters
+        ----------
+        behaviour : Behaviour
+            The variant compared with the LoRA on the held-out texts.
+        written : path
+            The variant.
+        source : Checkpoint
+            The LoRA.
+        data : str
+            Name of the texts.
+        **annotations
+            Further fields of `Fidelity`.
+        """
+        return Fidelity.of(
+            behaviour,
+            data=data,
+            base=Path(self.source.name).name,
+            bytes_before=bytes_to_open(source.weights),
+            bytes_after=bytes_to_open(written / WEIGHTS),
+            head_bytes=source.extra_bytes,
+            **annotations,
+        )
+
+
+def _class_names(base: Base, batch: Batch) -> list[str]:
+    """Return the name of the class that a model predicts for each example."""
+    names: Any = base.model.config.id2label  # type: ignore[union-attr]
+    with torch.no_grad():
+        predicted = forward(base, batch).logits.argmax(-1)
+    return [str(names[int(index)]) for index in predicted]

@@ -1,0 +1,174 @@
+"""The record of what a compressed adapter keeps of its source's effect, and its sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from lsrdecomp.lora.base.behaviour import Behaviour
+from lsrdecomp.markup import size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A variant that was measured in a search: its size, and shares kept untrained and trained.
+
+    Examples
+    --------
+    >>> print(Measurement(bytes=12_100, parameters=2_900, kept=0.87, distilled=0.943, steps=60))
+    12 kB 87.0 → 94.3 %
+    """
+
+    bytes: int  # of weight file and config
+    parameters: int
+    kept: float | None  # share kept untrained
+    distilled: float | None = None  # share kept after training
+    steps: int = 0  # of training
+
+    def __str__(self) -> str:
+        """Return size and shares."""
+        shares = [self.kept]
+        if self.steps:
+            shares.append(self.distilled)
+        text = " → ".join("–" if share is None else f"{100 * share:.1f}" for share in shares)
+        return f"{size_text(self.bytes)} {text} %"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """Answers of a LoRA and of a compressed variant to one text: classes, or greedy completions."""
+
+    question: str
+    lora: str
+    variant: str
+
+    @property
+    def matches(self) -> bool:
+        """Whether the two answers are the same."""
+        return self.lora == self.variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Fidelity(Behaviour):
+    """The behaviour of a written variant on held-out texts, and how it was measured.
+
+    The share kept is 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter).
+
+    Attributes
+    ----------
+    data, base : str
+        Names of the texts and of the base.
+    bytes_before, bytes_after : int
+        Bytes of the LoRA and of the variant: weight file and adapter_config.json.
+    head_bytes : int
+        Bytes in both of them that are not of layers.
+    distilled : int
+        Steps of distillation.
+    measurements : int
+        Variants that were measured before this one was selected.
+    held_out_measurements : int
+        Variants that were measured on the held-out texts: more than one if the first kept less
+        there than was asked. Then these texts have helped to select this one.
+    requested : float, optional
+        The share that was asked for.
+    answered : int
+        Held-out texts on which answers, classes or completions, were compared.
+    n_matching : int
+        Texts among them to which variant and LoRA have the same answer.
+
+    Examples
+    --------
+    >>> behaviour = Behaviour(128, 3000, "token", 0.0842, 0.91, 1.79, 0.008)
+    >>> files = {"bytes_before": 3_700_000, "bytes_after": 12_000}
+    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", **files)
+    >>> fidelity
+    Measured: keeps 95.3 ± 0.8 % of the LoRA's effect on 128 held-out texts of a.jsonl
+       KL to the LoRA 0.0842 nats per token, 1.79 without an adapter; top prediction agrees on 91 %
+       files 3.7 MB → 12 kB
+    >>> fidelity.sentence()[:39]
+    "keeps 95.3 ± 0.8 % of the LoRA's effect"
+    """
+
+    poor_below: ClassVar[float] = 0.5
+    """A warning is due for a variant that keeps less than this share; by hand."""
+    json_keys: ClassVar[dict[str, str]] = {"requested": "asked", "n_matching": "alike"}
+    """Keys of fields in JSON that differ from their names: earlier releases wrote them so."""
+
+    data: str
+    base: str
+    bytes_before: int
+    bytes_after: int
+    head_bytes: int = 0
+    distilled: int = 0
+    measurements: int = 1
+    held_out_measurements: int = 1
+    requested: float | None = None
+    answered: int = 0
+    n_matching: int = 0
+
+    @classmethod
+    def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
+        """Return a behaviour with how it was measured: the other fields."""
+        return cls(**asdict(behaviour), **annotations)
+
+    @property
+    def kept(self) -> float:
+        """The share kept; never None, since an `Evaluator` refuses a LoRA without an effect."""
+        return 1.0 - self.kl / self.effect
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether so little is kept that a warning is due."""
+        return self.kept < self.poor_below
+
+    def sentence(self) -> str:
+        """Return what is kept as one sentence, without its subject."""
+        kept, divergence, *others = self._clauses()
+        return " · ".join([f"{kept} ({divergence})", *others])
+
+    def __repr__(self) -> str:
+        """Return the sentence, a line for each of its clauses."""
+        return "Measured: " + "\n   ".join(self._clauses())
+
+    def _clauses(self) -> list[str]:
+        """Return the parts of the sentence: share, divergence and agreement, files, training."""
+        error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
+        files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
+        if self.head_bytes:
+            head = "classifier head" if self.unit == "example" else "of other modules"
+            files += f" (both include the {size_text(self.head_bytes)} {head})"
+        texts = f"{self.examples} held-out texts of {self.data}"
+        divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
+        clauses = [
+            f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {texts}",
+            f"{divergence}, {self.effect:.3g} without an adapter{self._agreement_text()}",
+            files,
+        ]
+        if self.distilled:
+            clauses.append(f"distilled for {self.distilled} steps")
+        return clauses
+
+    def _agreement_text(self) -> str:
+        """Return the end of a clause: how often predictions and answers are the same."""
+        text = ""
+        if self.agreement is not None:
+            text += f"; top prediction agrees on {100 * self.agreement:.0f} %"
+        text += self.exact_match_text()
+        if self.answered:
+            text += f"; the same answer to {self.n_matching} of {self.answered} texts"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON file, the sentence among them."""
+        values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
+        values["exact_match_error"] = self.exact_match_error
+        return {"kept": self.kept, **values, "sentence": self.sentence()}
+
+
+def share_kept(behaviour: Behaviour) -> float:
+    """Return the share kept as a number that can be compared: −∞ where there is none."""
+    kept = behaviour.kept
+    if kept is None or not math.isfinite(kept):
+        return -math.inf
+    return kept

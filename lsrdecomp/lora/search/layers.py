@@ -1,0 +1,328 @@
+"""The layers of an adapter: ΔW of each, and the norm in which its error counts.
+
+The numbers of a layer are read from the file when they are asked for, and dropped when those of
+other layers are, so that an adapter of any length takes the memory of a few layers. Small values
+that are needed often are kept in a `SpillCache`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, namespace, norm
+from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.lora.files import Checkpoint, LoraLayer
+from lsrdecomp.lora.files.records import LOKR_STAYS
+from lsrdecomp.lora.search.caches import LRUCache, SpillCache
+from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
+from lsrdecomp.targets.target import LowRank
+from lsrdecomp.targets.weighted import (
+    leading_norms,
+    weighted_gauge,
+    weighted_norm,
+    weighted_residual_norm,
+)
+from lsrdecomp.targets.weights import Identity, NormWeights
+
+T = TypeVar("T")
+
+LEADING_ENTRIES = 2**19
+"""Maximum entries of the reduced weights (`Layer.leading`) of layers solved together, about
+as much as a processor's cache holds: every step of a solve reads them."""
+MIN_SHRINKAGE = 2
+"""Reduced weights are kept in the `SpillCache` if they are this many times smaller than the norm's;
+else they are computed again when needed."""
+MAX_NORM = 1e140
+"""Largest ‖ΔW‖_F. Squares of such norms, and their sums over all layers of a model, are finite in
+double precision."""
+
+StatisticsByLayer = Mapping[str, NormWeights]
+"""Weights of the norm of each layer, by its name: `Statistics` of a calibration, or others."""
+
+
+# -- a layer ---------------------------------------------------------------------------------------
+
+
+class Layer:
+    """A LoRA layer to compress, and the norm in which its error counts.
+
+    Sizes are known from the start; numbers are read when they are asked for.
+
+    Parameters
+    ----------
+    name : str
+    shape : (m, n)
+    rank : int
+    read_pair : callable
+        Reads ΔW as a `LowRank` with its scale folded in.
+    read_norms : callable, optional
+        Reads the `NormWeights`; absent, the Frobenius norm.
+    cache : SpillCache, optional
+        Keeps `leading` and `gauge`; absent, they stay in memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rank: int,
+        read_pair: Callable[[], LowRank],
+        read_norms: Callable[[], NormWeights] | None = None,
+        cache: SpillCache | None = None,
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.rank = rank
+        self.is_frobenius = read_norms is None
+        self._read_pair = read_pair
+        self._read_norms = read_norms or partial(NormWeights.frobenius, shape)
+        self._cache = cache
+        self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
+        self._leading: Callable[[], NormWeights] | None = None
+
+    @classmethod
+    def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
+        """Return a layer whose numbers are in memory."""
+        read_norms = None if weights is None or weights.is_frobenius else in_memory(weights)
+        return cls(name, pair.shape, pair.rank, in_memory(pair), read_norms)
+
+    @property
+    def pair(self) -> LowRank:
+        """ΔW as a low-rank pair with its scale folded in, read if it is not in memory."""
+        return self._read_pair()
+
+    @property
+    def norms(self) -> NormWeights:
+        """Weights G and C of the norm ‖G^½ X C^½‖_F, read if they are not in memory."""
+        return self._read_norms()
+
+    @property
+    def leading(self) -> NormWeights:
+        """Reduced weights of the norm, with which shapes are solved.
+
+        Only the leading eigenpairs of G and C are kept, and the other eigenvalues replaced by their
+        mean: a solve takes a fraction of the time, and its errors agree with those in the whole
+        norm to about a thousandth (`leading_norms`).
+        """
+        if self._leading is None:
+            leading = leading_norms(self.norms)
+            is_hardly_smaller = MIN_SHRINKAGE * norm_entries(leading) > self.norm_entries
+            if self._cache is not None and is_hardly_smaller:
+                return leading  # computed again when needed rather than kept
+            self._leading = self._keep(leading)
+        return self._leading()
+
+    @property
+    def gauge(self) -> tuple[Array, Array, Array]:
+        """The SVD ΔW = U σ Vᵀ in the layer's norm, as small matrices S, σ and T.
+
+        U = B S and Vᵀ = T A for the pair ΔW = B A. S and T have only r² numbers, so they are kept
+        in place of U and V.
+        """
+        if self._gauge is None:
+            pair = self.pair
+            left, right = as_double(pair.left), as_double(pair.right)
+            self._gauge = self._keep(weighted_gauge(left, right, self.norms))
+        return self._gauge()
+
+    def truncated(self, rank: int) -> tuple[Array, Array]:
+        """Return U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank."""
+        columns, sigma, rows = self.gauge
+        root = namespace(sigma).sqrt(sigma[:rank])
+        pair = self.pair
+        left, right = as_double(pair.left), as_double(pair.right)
+        return left @ (columns[:, :rank] * root), (root[:, None] * rows[:rank, :]) @ right
+
+    @cached_property
+    def squared_norm(self) -> float:
+        """‖G^½ ΔW C^½‖_F²: the squared error of leaving the layer out.
+
+        In the Frobenius norm the sum of the squared singular values, which a search needs anyway.
+        """
+        if self.is_frobenius:
+            return float(norm(self.gauge[1])) ** 2
+        return weighted_norm(self.pair, self.norms) ** 2
+
+    @cached_property
+    def frobenius_norm(self) -> float:
+        """‖ΔW‖_F."""
+        return math.sqrt(self.squared_norm) if self.is_frobenius else self.pair.norm
+
+    def squared_error(self, approximation: SeparatedProduct | SeparatedMatrix) -> float:
+        """Return ‖G^½ (ΔW − M̂) C^½‖_F², computed from the residual."""
+        if self.is_frobenius:
+            return self.pair.residual_norm(approximation) ** 2
+        return weighted_residual_norm(self.pair, approximation, self.norms) ** 2
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the LoRA pair."""
+        return self.rank * sum(self.shape)
+
+    @cached_property
+    def group_key(self) -> tuple[object, ...]:
+        """Key that is equal for layers that can be solved together.
+
+        A batch of solves needs arrays of the same shapes, and norms of the same kinds.
+        """
+        return (*self.shape, type(self.norms.output), type(self.norms.input))
+
+    @cached_property
+    def norm_entries(self) -> int:
+        """Numbers in the weights of the norm."""
+        return norm_entries(self.norms)
+
+    @cached_property
+    def leading_entries(self) -> int:
+        """Numbers in the weights of `leading`."""
+        return norm_entries(self.leading)
+
+    def _keep(self, value: T) -> Callable[[], T]:
+        """Store a value in the cache, if there is one; return a function that reads it back."""
+        return in_memory(value) if self._cache is None else self._cache.put(value)
+
+
+def in_memory(value: T) -> Callable[[], T]:
+    """Return a function that returns the value."""
+    return lambda: value
+
+
+def norm_entries(norms: NormWeights) -> int:
+    """Return the number of entries in the weights of both sides; the identity has none."""
+    weights = [side for side in (norms.output, norms.input) if not isinstance(side, Identity)]
+    return sum(math.prod(side.basis.shape) for side in weights)
+
+
+def batches(
+    layers: Sequence[Layer], limits: ResourceLimits = DEFAULT_LIMITS, *, leading: bool = False
+) -> list[slice]:
+    """Split layers into consecutive runs that fit in memory together, at least one layer each.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+    limits : ResourceLimits
+    leading : bool
+        Count the reduced weights of the norms (`Layer.leading`), not the whole ones.
+
+    Returns
+    -------
+    list of slice
+    """
+    max_norm_entries = LEADING_ENTRIES if leading else limits.norm_entries
+    runs = []
+    start = 0
+    pair_sum = 0
+    norm_sum = 0
+    for i, layer in enumerate(layers):
+        layer_norm_entries = layer.leading_entries if leading else layer.norm_entries
+        pair_sum += layer.parameters
+        norm_sum += layer_norm_entries
+        is_too_much = pair_sum > limits.pair_entries or norm_sum > max_norm_entries
+        if i > start and is_too_much:
+            runs.append(slice(start, i))
+            start = i
+            pair_sum = layer.parameters
+            norm_sum = layer_norm_entries
+    if layers:
+        runs.append(slice(start, len(layers)))
+    return runs
+
+
+# -- layers of a checkpoint ------------------------------------------------------------------------
+
+
+def open_layers(
+    checkpoint: Checkpoint,
+    statistics: StatisticsByLayer | None = None,
+    limits: ResourceLimits = DEFAULT_LIMITS,
+) -> list[Layer]:
+    """Return the layers of a checkpoint, whose numbers are read when they are asked for.
+
+    Raises
+    ------
+    CheckpointError
+        For a layer that is not a LoRA.
+    BudgetError
+        For a layer that the statistics lack: errors in different norms cannot share a budget.
+    """
+    # Check all layers before the first is read.
+    for layer in checkpoint.layers:
+        _require_lora(checkpoint, layer)
+        if statistics is not None and layer.name not in statistics:
+            raise BudgetError(
+                f"{layer.name}: no statistics for this layer; calibrate with this adapter's "
+                "target modules"
+            )
+
+    cache = SpillCache(limits.spill_bytes)
+    pairs = LRUCache(limits.pair_entries, pair_entries)
+    norms = LRUCache(limits.norm_entries, norm_entries)
+
+    def open_layer(layer: LoraLayer) -> Layer:
+        read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
+        read_norms = None
+        if statistics is not None:
+            read_norms = partial(norms.get, layer.name, partial(statistics.__getitem__, layer.name))
+        return Layer(
+            layer.name,
+            layer.shape,
+            layer.rank,
+            read_pair,
+            read_norms,
+            cache,
+        )
+
+    return [open_layer(layer) for layer in checkpoint.layers]
+
+
+def pair_entries(pair: LowRank) -> int:
+    """Return the number of entries in both matrices of a pair."""
+    return pair.rank * sum(pair.shape)
+
+
+def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
+    """Return ΔW of a LoRA layer with its scale folded into B, in double precision.
+
+    Raises `CheckpointError` if ‖ΔW‖ may exceed `MAX_NORM`.
+    """
+    _require_lora(checkpoint, layer)
+    left, right = layer.load(double=True)
+    # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
+    with np.errstate(over="ignore"):
+        size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
+    if not size <= MAX_NORM:
+        text = (
+            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {MAX_NORM:g}, "
+            "where squares overflow; correct lora_alpha or the numbers"
+        )
+        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+    left *= layer.scale
+    return LowRank(left, right)
+
+
+def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
+    """Raise `CheckpointError` for a layer that is not a LoRA."""
+    if isinstance(layer, LoraLayer):
+        return
+    text = LOKR_STAYS
+    if checkpoint.format == "lsr":
+        text = "is an LSR layer already; compress the LoRA it came from"
+    raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+
+
+def layer_product(layer: Any) -> SeparatedProduct:
+    """Return ΔW of any layer as a separated product; that of a LoRA has one term on each side."""
+    if isinstance(layer, LoraLayer):
+        up, down = layer.load()
+        return low_rank_product(up.astype(np.float64) * layer.scale, down.astype(np.float64))
+    left, right = ([factor.astype(np.float64) for factor in side] for side in layer.load())
+    left[0] = left[0] * layer.scale
+    return SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))

@@ -1,0 +1,46 @@
+"""The trials of learning rates go on until the best one has a worse one on either side."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lsrdecomp.lora.train.distil_schedule import MAX_TRIALS, next_trial
+from lsrdecomp.lora.train.rate_trials import RateTrial
+
+
+def tried(loss_of_rate):
+    """The rates that are tried where a rate has such a loss."""
+    trials = []
+    while (rate := next_trial(trials)) is not None:
+        trials.append(RateTrial(rate, [loss_of_rate(rate)], None))
+    return {trial.rate: trial.loss for trial in trials}
+
+
+def bowl(best):
+    return lambda rate: abs(math.log(rate / best))
+
+
+@pytest.mark.parametrize("best", [0.011, 0.03, 0.09, 0.3])
+def test_the_best_rate_is_bracketed(best):
+    losses = tried(bowl(best))
+    winner = min(losses, key=losses.get)
+    assert abs(math.log(winner / best)) <= 0.5 * math.log(10 / 3) + 1e-9
+    assert min(losses) < winner < max(losses)
+    assert len(losses) <= MAX_TRIALS
+
+
+def test_one_rate_beyond_the_winner_is_tried_and_no_more():
+    assert list(tried(bowl(0.1))) == pytest.approx([0.03, 0.1, 0.3])
+    assert list(tried(bowl(0.03))) == pytest.approx([0.03, 0.1, 0.01])
+
+
+def test_trials_end_where_the_best_rate_runs_away():
+    assert list(tried(lambda rate: -rate)) == pytest.approx([0.03, 0.1, 0.3, 0.9])
+
+
+def test_where_all_diverge_smaller_rates_are_tried():
+    assert list(tried(lambda _: math.nan)) == pytest.approx([0.03, 0.1, 0.01, 0.01 / 3])
+    only_small = tried(lambda rate: rate if rate < 0.02 else math.inf)
+    assert min(only_small, key=only_small.get) == pytest.approx(0.01 / 3)
