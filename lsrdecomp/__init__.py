@@ -59,9 +59,12 @@ def _hint(name: str) -> str:
         return f" yet: import lsrdecomp.{name}"
 
     homes = {public: f"lsrdecomp.{public}" for public in __all__}
-    for room in modules.intersection(__all__):
-        for public in getattr(_load(room), "__all__", ()):
-            homes[public] = f"lsrdecomp.{room}.{public}"
+    rooms = {f"lsrdecomp.{room}": _load(room) for room in modules.intersection(__all__)}
+    lora = rooms["lsrdecomp.lora"]
+    rooms |= {f"lsrdecomp.lora.{room}": getattr(lora, room) for room in lora.__all__}
+    for path, room in rooms.items():
+        for public in getattr(room, "__all__", ()):
+            homes.setdefault(public, f"{path}.{public}")
     if name in homes:
         return f": it is {homes[name]}"
     similar = get_close_matches(name, homes, n=1, cutoff=0.7)

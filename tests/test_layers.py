@@ -337,6 +337,8 @@ PUBLIC = {
         ("rearrange", "lsrdecomp has no 'rearrange': it is lsrdecomp.kronecker.rearrange"),
         ("decompos", "lsrdecomp has no 'decompos'; did you mean lsrdecomp.decompose"),
         ("logdet", "it is lsrdecomp.operators.logdet"),
+        ("truncate", "it is lsrdecomp.lora.compress.truncate"),
+        ("compres", "did you mean lsrdecomp.compress"),
         ("markup", "lsrdecomp has no 'markup' yet: import lsrdecomp.markup"),
         ("frobnicate", "lsrdecomp has no 'frobnicate'$"),
         ("qqqqqqq", "lsrdecomp has no 'qqqqqqq'$"),

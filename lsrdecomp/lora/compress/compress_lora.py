@@ -4,11 +4,11 @@ Torch is loaded only where a base is given, which runs on texts to measure what 
 
 From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 
-1. `cli.compress` parses the `lora.search.request.Request`, opens the LoRA
+1. `cli.compress_command` parses the `lora.search.request.Request`, opens the LoRA
    (`lora.files.open_checkpoint`) and calls `compress_request`, which calls `_compress_measured`.
-2. `evaluate.Evaluator` opens the base with the LoRA on it, and keeps the LoRA's outputs on held-out
-   texts. On other texts it measures the statistics of the layers (`lora.base.calibrate`): the
-   norm in which errors count.
+2. `lora.measure.Evaluator` opens the base with the LoRA on it, and keeps the LoRA's outputs on
+   held-out texts. On other texts it measures the statistics of the layers (`lora.base.calibrate`):
+   the norm in which errors count.
 3. `lora.search.search_adapter` solves every layer at many shapes in that norm
    (`lora.search.search`).
 4. `goals.ShareGoal` asks that search for variants of several sizes (`size_search`).

@@ -294,4 +294,4 @@ def _plain(value: object) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("lsrdecomp.lora.search") / name).read_text(encoding="utf-8")
+    return (files("lsrdecomp.lora.compress") / name).read_text(encoding="utf-8")

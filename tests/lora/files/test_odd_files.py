@@ -154,7 +154,7 @@ def test_mlx_vlm_multiplies_by_its_alpha(tmp_path):
     back = open_checkpoint(truncate(checkpoint, ratio=2).save(out))
     assert back.format == "mlx-vlm"
     assert json.loads((out / "adapter_config.json").read_text()) == config | {"rank": 1}
-    assert lsr.lora.measure.verify_files(checkpoint, back).passed
+    assert lsr.lora.measure.verify(checkpoint, back).passed
 
 
 @pytest.mark.parametrize(
