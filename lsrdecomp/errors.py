@@ -11,16 +11,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "AdapterNameError",
     "ArgumentError",
     "BudgetError",
+    "CalibrationError",
     "CheckpointError",
     "ConvergenceError",
     "ConvergenceWarning",
     "LsrError",
     "MatrixError",
+    "MergeError",
     "PrecisionError",
     "ShapeError",
     "UnsupportedError",
+    "UnsupportedLayerError",
 ]
 
 
@@ -88,6 +92,22 @@ class StorageRangeError(CheckpointError, PrecisionError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds what this library cannot express and will not drop silently."""
+
+
+class CalibrationError(LsrError, RuntimeError):
+    """The data or the model gave nothing to measure; the message says what was missing."""
+
+
+class UnsupportedLayerError(LsrError, ValueError):
+    """A module, or a combination of options, that LSR inside PEFT does not handle."""
+
+
+class MergeError(PrecisionError, ValueError):
+    """Merging would write numbers that are not finite, or lose more of the update than allowed."""
+
+
+class AdapterNameError(LsrError, ValueError):
+    """An adapter name that PEFT's state dict keys cannot tell from a parameter name."""
 
 
 INSTALL_EXTRA = "pip install -e '.[{extra}]'"

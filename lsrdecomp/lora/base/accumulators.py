@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.covariance import Covariance, CovarianceSettings
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

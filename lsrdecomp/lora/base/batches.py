@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.dataset import DataError, PromptExample, TextPair
 from lsrdecomp.lora.base.heads import IGNORED_LABEL, Head
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 from lsrdecomp.lora.base.tokens import LOSS_TOKENS, token_batches, tokenize
 
 if TYPE_CHECKING:

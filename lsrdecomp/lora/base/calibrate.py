@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.accumulators import Counts, LayerSums, group_by_memory, sums_memory
 from lsrdecomp.lora.base.covariance import CovarianceSettings
 from lsrdecomp.lora.base.divergence import divergences, without_delta
@@ -49,7 +50,6 @@ from lsrdecomp.lora.base.measured_model import (
     modules_by_name,
     recompute_activations,
 )
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood, watched
 from lsrdecomp.lora.base.statistics_files import (
     check_output,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import CalibrationError, ShapeError
 from lsrdecomp.lora.base.base_model import Base, has_delta
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.forward import forward, forward_repeatable, predictions_at_a_time
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

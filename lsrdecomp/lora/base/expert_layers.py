@@ -22,8 +22,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from lsrdecomp.errors import UnsupportedError
-from lsrdecomp.lora.base.measurement_error import CalibrationError
+from lsrdecomp.errors import CalibrationError, UnsupportedError
 from lsrdecomp.lora.files import open_checkpoint, write_lora
 from lsrdecomp.lora.files.records import KroneckerLayer, LoraLayer
 from lsrdecomp.lora.files.stacked_experts import PARAMETER_ORDER

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lsrdecomp.lora.base.measurement_error import CalibrationError
+from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.peft.geometry import LINEAR, geometry_of
 
 if TYPE_CHECKING:

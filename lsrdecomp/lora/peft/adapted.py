@@ -12,9 +12,9 @@ import torch
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 
+from lsrdecomp.errors import MergeError
 from lsrdecomp.lora.peft.geometry import EmbeddingGeometry, Geometry, LinearGeometry, geometry_of
 from lsrdecomp.lora.peft.merging import Mergeable
-from lsrdecomp.lora.peft.peft_errors import MergeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,10 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lsrdecomp.errors import UnsupportedLayerError
 from lsrdecomp.lora.peft.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.lora.peft.layer import LsrLayer
 from lsrdecomp.lora.peft.parameters import ParamWrapper
-from lsrdecomp.lora.peft.peft_errors import UnsupportedLayerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import _get_in_out_features
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lsrdecomp.lora.peft.peft_errors import UnsupportedLayerError
+from lsrdecomp.errors import UnsupportedLayerError
 
 CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """Convolutions by the number of axes of their window."""

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor
 
-from lsrdecomp.lora.peft.peft_errors import MergeError
+from lsrdecomp.errors import MergeError
 
 NOT_FINITE = "NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
 """In PEFT's words, which programs look for."""

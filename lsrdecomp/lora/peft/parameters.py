@@ -12,9 +12,9 @@ from peft.utils import ALLOWED_COMPUTE_DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lsrdecomp.errors import UnsupportedLayerError
 from lsrdecomp.lora.peft.geometry import Geometry, LinearGeometry
 from lsrdecomp.lora.peft.layer import LsrLayer
-from lsrdecomp.lora.peft.peft_errors import UnsupportedLayerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

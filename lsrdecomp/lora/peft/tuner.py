@@ -18,13 +18,12 @@ from peft.utils import (
 )
 from torch import Tensor, nn
 
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import AdapterNameError, CheckpointError, UnsupportedLayerError
 from lsrdecomp.lora.files.packed import NUMBERS, named_factors
 from lsrdecomp.lora.files.packed_index import read_packed_layers
 from lsrdecomp.lora.peft.adapted import AdaptedLayer
 from lsrdecomp.lora.peft.factors import formed_once
 from lsrdecomp.lora.peft.geometry import NOT_LINEAR
-from lsrdecomp.lora.peft.peft_errors import AdapterNameError, UnsupportedLayerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

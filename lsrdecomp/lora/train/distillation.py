@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.autocast import mixed_precision
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 from lsrdecomp.lora.files import content_key
 from lsrdecomp.lora.train.distil_schedule import has_stalled, learning_rate
 from lsrdecomp.lora.train.distil_state import TrainingState

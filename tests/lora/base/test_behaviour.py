@@ -14,12 +14,15 @@ from tiny_bases import TEXTS, write_directories  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.errors import (  # noqa: E402
+    CalibrationError,
+    CheckpointError,
+    LsrError,
+)
 from lsrdecomp.lora.base.base_model import load_base, load_pair  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences, without_delta  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.measurement_error import CalibrationError  # noqa: E402
 from lsrdecomp.lora.compress.export import export_lora  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint  # noqa: E402
 

@@ -14,13 +14,13 @@ pytest.importorskip("peft")
 from oracles import matrix_of  # noqa: E402
 from tiny_language_model import tiny_model  # noqa: E402
 
+from lsrdecomp.errors import CalibrationError  # noqa: E402
 from lsrdecomp.lora.base.accumulators import sums_memory  # noqa: E402
 from lsrdecomp.lora.base.base_model import Base  # noqa: E402
 from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
 from lsrdecomp.lora.base.covariance import CovarianceSettings  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.measured_model import recompute_activations  # noqa: E402
-from lsrdecomp.lora.base.measurement_error import CalibrationError  # noqa: E402
 from lsrdecomp.lora.base.sampled_gradients import watched  # noqa: E402
 from lsrdecomp.lora.files.progress import ProgressUpdate  # noqa: E402
 from lsrdecomp.lora.files.statistics import read_statistics  # noqa: E402

@@ -13,13 +13,16 @@ transformers = pytest.importorskip("transformers")
 
 from oracles import matrix_of  # noqa: E402
 
-from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
+from lsrdecomp.errors import (  # noqa: E402
+    CalibrationError,
+    CheckpointError,
+    ShapeError,
+)
 from lsrdecomp.lora.base.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.lora.base.base_model import Base  # noqa: E402
 from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
 from lsrdecomp.lora.base.covariance import Covariance, CovarianceSettings  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.measurement_error import CalibrationError  # noqa: E402
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood, watched  # noqa: E402
 from lsrdecomp.lora.files.statistics import read_statistics  # noqa: E402
 

@@ -14,12 +14,11 @@ from tiny_tokenizer import word_tokenizer
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lsrdecomp import compress
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CalibrationError, CheckpointError
 from lsrdecomp.lora.base.base_model import load_base, open_base
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.expert_layers import attach_adapter, least_used_expert
 from lsrdecomp.lora.base.heads import Head
-from lsrdecomp.lora.base.measurement_error import CalibrationError
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood
 from lsrdecomp.lora.compress import export_lora
 from lsrdecomp.lora.files import open_checkpoint

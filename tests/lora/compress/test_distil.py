@@ -25,13 +25,16 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.errors import (  # noqa: E402
+    CalibrationError,
+    CheckpointError,
+    LsrError,
+)
 from lsrdecomp.lora.base import autocast as mixed_precision  # noqa: E402
 from lsrdecomp.lora.base.base_model import load_pair  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.measurement_error import CalibrationError  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402

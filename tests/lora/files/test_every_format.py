@@ -16,8 +16,8 @@ from lsrdecomp.lora.search import CompressionPlan
 transformers = pytest.importorskip("transformers")
 from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
 
+from lsrdecomp.errors import CalibrationError  # noqa: E402
 from lsrdecomp.lora.base.base_model import load_base  # noqa: E402
-from lsrdecomp.lora.base.measurement_error import CalibrationError  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "formats.md"
 HEAD = (

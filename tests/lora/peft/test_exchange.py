@@ -13,9 +13,9 @@ from peft import (
 )
 from torch import nn
 
+from lsrdecomp.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.lora.peft import LsrConfig, LsrLayer, rescale, save_pretrained, to_lora
 from lsrdecomp.lora.peft.lsr_config import write_card
-from lsrdecomp.lora.peft.peft_errors import MergeError, UnsupportedLayerError
 from lsrdecomp.precision import unit_roundoff
 
 TARGETS = ["query", "word_embeddings", "dense"]

@@ -10,10 +10,9 @@ from peft import get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import MergeError, ShapeError, UnsupportedLayerError
 from lsrdecomp.lora.peft import DirectConfig, KronAConfig, LsrConfig
 from lsrdecomp.lora.peft import lsr_config as config
-from lsrdecomp.lora.peft.peft_errors import MergeError, UnsupportedLayerError
 from lsrdecomp.precision import unit_roundoff
 
 KINDS = {

@@ -12,12 +12,11 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel, get_peft_mod
 from safetensors.numpy import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
-from lsrdecomp.errors import CheckpointError, ShapeError
+from lsrdecomp.errors import AdapterNameError, CheckpointError, ShapeError
 from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writers.write_lsr import pack_lsr
 from lsrdecomp.lora.peft import LsrConfig, LsrLayer
-from lsrdecomp.lora.peft.peft_errors import AdapterNameError
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
 DOWN = "bert.encoder.layer.1.output.dense"

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp import compress
+from lsrdecomp.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.lora.peft import LsrConfig
 from lsrdecomp.lora.peft.merging import surviving_share
-from lsrdecomp.lora.peft.peft_errors import MergeError, UnsupportedLayerError
 
 LAYERS = {
     "linear": lambda: (nn.Linear(12, 8), torch.randn(3, 12)),

@@ -19,9 +19,9 @@ from torch import nn
 from transformers import Mamba2Config
 from transformers.pytorch_utils import Conv1D
 
+from lsrdecomp.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.lora.peft import DirectConfig, KronAConfig, LsrConfig, LsrLayer, save_pretrained
 from lsrdecomp.lora.peft.adapted import AdaptedLayer
-from lsrdecomp.lora.peft.peft_errors import MergeError, UnsupportedLayerError
 
 KINDS = {
     "lsr": (LsrConfig, {"r": 4, "separation_rank": 2}),

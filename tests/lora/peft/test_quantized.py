@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lsrdecomp.errors import MergeError
 from lsrdecomp.lora.peft import LsrConfig, LsrLayer, to_lora
-from lsrdecomp.lora.peft.peft_errors import MergeError
 
 ROWS = torch.randint(1, 90, (4, 9), generator=torch.Generator().manual_seed(0))
 
