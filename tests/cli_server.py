@@ -101,6 +101,7 @@ def _serve() -> None:
         analysis,
         lora.files,
         lora.search,
+        lora.compress,
         lora.fleet,
         plots,
     ):
