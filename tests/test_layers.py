@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -287,6 +288,18 @@ def test_no_two_files_want_each_other():
 
     for name in needs:
         visit(name, ())
+
+
+def test_the_name_of_a_file_and_of_a_class_is_found_once():
+    paths = [path for path in files() if path.name != "__init__.py"]
+    names = Counter(path.name for path in paths)
+    classes = Counter(
+        node.name
+        for path in paths
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in (names + classes).items() if count > 1] == []
 
 
 def test_the_root_holds_few_modules():

@@ -118,7 +118,7 @@ def _kept_shares(vector: Doubles, split: tuple[int, ...], terms: NDArray[np.int6
 
 
 @dataclass(frozen=True, slots=True)
-class Spectrum:
+class LayerSpectrum:
     """The singular values of a layer, with what a component costs.
 
     Attributes
@@ -139,7 +139,7 @@ class Spectrum:
     advantage: float
 
     @classmethod
-    def of(cls, layer: Layer, advantage: float) -> Spectrum:
+    def of(cls, layer: Layer, advantage: float) -> LayerSpectrum:
         """Return the spectrum of a layer."""
         sigma = layer.gauge[1]
         tails = np.asarray(tail_norms(sigma)) ** 2
@@ -151,7 +151,7 @@ class Spectrum:
 
 
 def worth_solving(
-    spectra: Sequence[Spectrum],
+    spectra: Sequence[LayerSpectrum],
     budget: Budget,
     inner_rank: int,
     storages: Sequence[str],
@@ -161,7 +161,7 @@ def worth_solving(
 
     Parameters
     ----------
-    spectra : sequence of Spectrum
+    spectra : sequence of LayerSpectrum
     budget : Budget
     inner_rank : int
         Largest inner rank of a product.
@@ -208,7 +208,7 @@ def worth_solving(
     return chosen
 
 
-def _distance_from_edge(spectrum: Spectrum, price: float) -> float:
+def _distance_from_edge(spectrum: LayerSpectrum, price: float) -> float:
     """Return how far the gain per parameter of a layer's product is from the price, in logs."""
     gain = spectrum.advantage * float(spectrum.squares[0]) / spectrum.cost
     return abs(math.log(gain / price)) if gain > 0.0 < price else math.inf

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from lsrdecomp.lora.search.caches import SpillCache
 from lsrdecomp.lora.search.candidates import Materialized, plain_candidates
 from lsrdecomp.lora.search.plan import Budget, Resources, Search
-from lsrdecomp.lora.search.screening import Spectrum, estimated_advantage, worth_solving
+from lsrdecomp.lora.search.screening import LayerSpectrum, estimated_advantage, worth_solving
 from lsrdecomp.lora.search.search_steps import (
     can_be_solved,
     exchange_shapes,
@@ -140,7 +140,7 @@ def search_layers(
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
             if table.is_screened:
                 advantage = estimated_advantage(layer, search.orders)
-                table.spectra[i] = Spectrum.of(layer, advantage)
+                table.spectra[i] = LayerSpectrum.of(layer, advantage)
     # Search 2: the grid for the layers of each group, or the shapes of another adapter.
     worth: set[int] = set()
     for budget in budgets:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.caches import SpillCache
     from lsrdecomp.lora.search.layers import Layer
     from lsrdecomp.lora.search.plan import Budget, Resources, Search
-    from lsrdecomp.lora.search.screening import Spectrum
+    from lsrdecomp.lora.search.screening import LayerSpectrum
 
 NO_NEARER = 1.0 - 1e-6
 """A product is nearer than truncated SVD if its loss is below this factor of it: up to rounding it
@@ -185,7 +185,7 @@ class SearchTable:
         Layers that can be solved together, under their `Layer.group_key`.
     solved : set of int
         Layers that LSR products were solved for.
-    spectra : dict of int to Spectrum
+    spectra : dict of int to LayerSpectrum
         What decides which layers are worth solving, in the Frobenius norm.
     """
 
@@ -211,7 +211,7 @@ class SearchTable:
         self.limit = math.inf
         self.groups: dict[tuple[object, ...], list[int]] = {}
         self.solved: set[int] = set()
-        self.spectra: dict[int, Spectrum] = {}
+        self.spectra: dict[int, LayerSpectrum] = {}
         # Truncated SVDs in integer codes, by layer and limit of bytes.
         self._coded: dict[tuple[int, float], list[TableEntry]] = {}
 

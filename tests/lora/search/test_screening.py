@@ -11,7 +11,7 @@ import pytest
 from lsrdecomp.lora.search.effort import Screening
 from lsrdecomp.lora.search.layers import Layer
 from lsrdecomp.lora.search.plan import Budget, CompressionPlan, Search
-from lsrdecomp.lora.search.screening import Spectrum, estimated_advantage, worth_solving
+from lsrdecomp.lora.search.screening import LayerSpectrum, estimated_advantage, worth_solving
 from lsrdecomp.lora.search.search import fit_budget, search_layers
 from lsrdecomp.lora.search.search_table import SearchTable
 from lsrdecomp.lora.search.searched import search_adapter
@@ -40,9 +40,9 @@ def kronecker_layer(name: str, scale: float = 1.0) -> Layer:
     return Layer.of(name, pair)
 
 
-def spectrum(sigma: list[float], advantage: float = 0.5, cost: int = 100) -> Spectrum:
+def spectrum(sigma: list[float], advantage: float = 0.5, cost: int = 100) -> LayerSpectrum:
     pair = LowRank(np.eye(cost // 2)[:, : len(sigma)] * sigma, np.eye(cost // 2)[: len(sigma)])
-    return replace(Spectrum.of(Layer.of("layer", pair), advantage), cost=cost)
+    return replace(LayerSpectrum.of(Layer.of("layer", pair), advantage), cost=cost)
 
 
 def test_the_advantage_of_a_kronecker_product_is_that_of_its_fewer_parameters():
@@ -141,7 +141,7 @@ def test_a_bound_on_the_rank_is_never_beaten_by_products(monkeypatch):
     budget = Budget(parameters=12 * 2048.0)
     narrow = replace(QUICK, inner_rank=2)
     advantage = estimated_advantage(noisy, (2,))
-    spectra = [Spectrum.of(noisy, advantage)]
+    spectra = [LayerSpectrum.of(noisy, advantage)]
     solve_all = Screening(min_advantage=0.0, min_filling_gain=math.inf)
     assert worth_solving(spectra, budget, 2, ["float32"], solve_all) == set()
     monkeypatch.setattr(SearchTable, "is_screened", False)
