@@ -293,7 +293,7 @@ def settings(cls: type[S]) -> type[S]:
 
     @functools.wraps(plain_init)
     def init(self: S, *args: Any, **kwargs: Any) -> None:
-        _refuse_others(cls.__name__, kwargs, decorated.fields)
+        _refuse_others(cls.__name__, kwargs, decorated.fields, None)
         plain_init(self, *args, **kwargs)
 
     decorated.__init__ = init  # type: ignore[method-assign, assignment]
@@ -313,23 +313,41 @@ def _class_documentation(cls: type, decorated: type[Settings]) -> str:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def refuses_unknown(function: F) -> F:
-    """Decorate a function to refuse an argument that it has not, with the nearest that it has."""
+def refuses_unknown(function: F, settings: type[Settings] | None = None) -> F:
+    """Decorate a function to refuse an argument that it has not, with the nearest that it has.
+
+    Parameters
+    ----------
+    function : callable
+    settings : type, optional
+        Type of its argument ``settings``: a field of it that is given by itself is refused with
+        what to type instead.
+    """
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_others(function.__name__, kwargs, known)
+        _refuse_others(function.__name__, kwargs, known, settings)
         return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-def _refuse_others(function: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Raise `ArgumentError` for the first name that is not allowed."""
-    for name in names:
-        if name not in allowed:
-            raise ArgumentError(f"{function} takes no {unknown(name, allowed)}")
+def _refuse_others(
+    function: str,
+    arguments: Mapping[str, Any],
+    allowed: Collection[str],
+    settings: type[Settings] | None,
+) -> None:
+    """Raise `ArgumentError` for the first argument that is not allowed."""
+    for name, value in arguments.items():
+        if name in allowed:
+            continue
+        if settings is not None and name in settings.fields:
+            room = settings.__module__.rpartition(".")[0]
+            typed = f"settings={room}.{settings.__name__}({name}={value!r})"
+            raise ArgumentError(f"{function} takes no {name!r} by itself: give {typed}")
+        raise ArgumentError(f"{function} takes no {unknown(name, allowed)}")
 
 
 def _value_text(value: Any) -> str:

@@ -42,6 +42,7 @@ from lsrdecomp.lora.files.statistics import Statistics, read_statistics
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity, Measurement, share_kept
 from lsrdecomp.lora.search.effort import LIMITS_BESIDE_A_BASE
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import CompressionPlan, Search, share_of_effect
 from lsrdecomp.lora.search.request import Request
 from lsrdecomp.lora.search.searched import Compression, described, search_adapter
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.files.format_table import AdapterSource
     from lsrdecomp.lora.measure.evaluator import Evaluator
     from lsrdecomp.lora.search.layers import StatisticsByLayer
-    from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 
 
 MAX_REPLACEMENTS = 2
@@ -64,7 +64,7 @@ MAX_REPLACEMENTS = 2
 texts; each costs a forward pass over them."""
 
 
-@refuses_unknown
+@partial(refuses_unknown, settings=MeasuredSettings)
 def compress(
     checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,

@@ -6,6 +6,7 @@ Torch is loaded when it is called.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class Distilled:
         }
 
 
-@refuses_unknown
+@partial(refuses_unknown, settings=DistilSettings)
 def distil(
     directory: str | Path,
     *,

@@ -124,6 +124,18 @@ def test_a_misspelt_goal_is_told_the_right_word(word, right):
         lsr.compress(DEMO, **{word: 4})
 
 
+def test_a_field_of_the_settings_is_told_where_it_goes():
+    words = "compress takes no 'held_out' by itself: give settings="
+    with pytest.raises(LsrError, match=words) as told:
+        lsr.compress(DEMO, ratio=4, held_out=64)
+    typed = str(told.value).partition("settings=")[2]
+    assert typed == "lsrdecomp.lora.search.MeasuredSettings(held_out=64)"
+    assert eval(typed, {"lsrdecomp": lsr}).held_out == 64
+    words = r"give settings=lsrdecomp.lora.compress.DistilSettings\(micro=2\)"
+    with pytest.raises(LsrError, match=words):
+        lsr.distil("small", base="b", data=["a"], teacher="lora", micro=2)
+
+
 def test_the_signature_shows_every_goal():
     assert {"keep", *GOALS} <= set(inspect.signature(lsr.compress).parameters)
 
