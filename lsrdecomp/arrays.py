@@ -32,6 +32,9 @@ Namespace: TypeAlias = Any
 NUMPY: Namespace = array_api_compat.numpy
 """What `namespace` says of NumPy's arrays."""
 
+FLOATING = ("float32", "float64", "complex64", "complex128")
+"""Element types that everything here computes in."""
+
 OVERSAMPLING = 8
 """Random columns beyond the rank that every range finder draws: the usual 5 to 10 of Halko,
 Martinsson and Tropp (2011)."""
@@ -69,6 +72,8 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
     extended precision (``numpy.longdouble``), which would be rounded, and for masked arrays with
     masked entries.
     """
+    if type(value) is np.ndarray and dtype_name(value) in FLOATING:
+        return value
     if isinstance(value, np.ma.MaskedArray):
         value = _unmasked(value, name)
     try:
@@ -76,7 +81,7 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
     except ValueError as error:  # lists of different lengths
         raise ShapeError(f"{name}: is no array of numbers: {error}") from error
     dtype = dtype_name(array)
-    if dtype in ("float32", "float64", "complex64", "complex128"):
+    if dtype in FLOATING:
         return array
     if dtype.startswith(("object", "str", "bytes", "void")):
         raise PrecisionError(
@@ -184,7 +189,7 @@ def is_jax(array: Array) -> bool:
 
 def is_traced_by_jax(array: Array) -> bool:
     """Return whether an array has no numbers yet, within ``jax.jit`` or ``jax.vmap``."""
-    if not is_jax(array):
+    if type(array) is np.ndarray or not is_jax(array):
         return False
     import jax
 

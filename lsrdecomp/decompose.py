@@ -213,10 +213,10 @@ def _is_longer_than_matrix(record: Decomposition, target: Target, goal: _Goal) -
     bytes, was the caller's own choice.
     """
     is_tolerance = goal.atol is not None and goal.max_terms is None and goal.budget is None
-    has_many_factors = record.kronecker_shape.essential.order > 2
-    if not (is_tolerance and has_many_factors and isinstance(target, Dense)):
+    if not (is_tolerance and isinstance(target, Dense)):
         return False
-    return record.parameters > math.prod(target.shape)
+    has_many_factors = record.kronecker_shape.essential.order > 2
+    return has_many_factors and record.parameters > math.prod(target.shape)
 
 
 def _excess_numbers(record: Decomposition) -> str:
@@ -275,13 +275,14 @@ def _in_shape(
     max_terms = goal.max_terms
     if max_terms is not None:
         max_terms = min(max_terms, shape.max_separation_rank)
-    problem = StorageProblem(target, shape, solver, max_terms, SolveProgress(solving.on_sweep))
-    if goal.budget is not None:
-        return fewest_bytes(problem, goal.budget, throw)
-    if goal.atol is not None:
-        record = fewest_terms(problem, goal.atol, goal.storage)
+    if goal.atol is None:
+        solution = solver.solve(target, shape, rank=max_terms, on_sweep=solving.on_sweep)
+        record = measure(target, solution, goal.storage)
     else:
-        record = problem.measure(problem.solve(rank=max_terms), goal.storage)
+        problem = StorageProblem(target, shape, solver, max_terms, SolveProgress(solving.on_sweep))
+        if goal.budget is not None:
+            return fewest_bytes(problem, goal.budget, throw)
+        record = fewest_terms(problem, goal.atol, goal.storage)
     if throw and not record.status.met:
         raise ConvergenceError(record.summary, record)
     return record

@@ -143,10 +143,10 @@ class Watched(Dense):
 
     seen: ClassVar[list] = []
 
-    @property
-    def norm(self):
-        self.seen.append(counts())
-        return super().norm
+    def __getattribute__(self, name):
+        if name == "norm":
+            Watched.seen.append(counts())
+        return super().__getattribute__(name)
 
 
 WATCHED = Watched(MATRIX)  # made here: what is seen below is of the curve

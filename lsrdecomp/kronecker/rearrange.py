@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -305,16 +305,21 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
 
 def factor_shape(factors: Sequence[Array]) -> KroneckerShape:
     """Return the Kronecker shape of stacks of factors (s, m_i, n_i), which must agree in s."""
-    if not factors:
+    return _shape_of_stacks(tuple([tuple(factor.shape) for factor in factors]))
+
+
+@lru_cache(maxsize=2**12)
+def _shape_of_stacks(stacks: tuple[tuple[int, ...], ...]) -> KroneckerShape:
+    """Return `factor_shape` of stacks of these sizes, checked once."""
+    if not stacks:
         raise ShapeError("a Kronecker product needs at least one factor")
-    for i, factor in enumerate(factors, 1):
-        if factor.ndim != 3:
-            raise ShapeError(f"factor {i}: expected shape (s, m, n), got {tuple(factor.shape)}")
-        if factor.shape[0] != factors[0].shape[0]:
-            raise ShapeError(
-                f"factor 1 has {factors[0].shape[0]} terms, but factor {i} has {factor.shape[0]}"
-            )
-    return shape_of_sizes(tuple([(f.shape[1], f.shape[2]) for f in factors]))
+    terms = stacks[0][:1]
+    for i, sizes in enumerate(stacks, 1):
+        if len(sizes) != 3:
+            raise ShapeError(f"factor {i}: expected shape (s, m, n), got {sizes}")
+        if sizes[:1] != terms:
+            raise ShapeError(f"factor 1 has {terms[0]} terms, but factor {i} has {sizes[0]}")
+    return shape_of_sizes(tuple([(m, n) for _, m, n in stacks]))
 
 
 def factor_columns(factors: Sequence[Array]) -> list[Array]:

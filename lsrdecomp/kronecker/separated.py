@@ -114,7 +114,9 @@ class SeparatedMatrix:
     # --- Terms ---------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        check_weights(self.kronecker_shape, self.factors, self.weights)
+        shape = factor_shape(self.factors)
+        check_weights(shape, self.factors, self.weights)
+        object.__setattr__(self, "kronecker_shape", shape)
         if is_jax(self.weights):
             register_pytree(SeparatedMatrix)
 

@@ -67,7 +67,7 @@ class MatrixSolver(ABC):
         progress = SolveProgress(on_sweep)
         problem = MatrixProblem(target, essential, rank, atol, max_terms, progress)
         solution = self._solve(problem)
-        if essential == shape:
+        if essential is shape:
             return solution
         return replace(solution, approximation=with_unit_factors(solution.approximation, shape))
 

@@ -37,6 +37,8 @@ def as_target(matrix: Any) -> Target:
     >>> [type(as_target(matrix)).__name__ for matrix in matrices]
     ['Dense', 'Dense', 'Sparse']
     """
+    if type(matrix) is np.ndarray:  # mostly, and then it is nothing of what follows
+        return Dense(matrix)
     if hasattr(matrix, "residual_norm"):
         return matrix  # type: ignore[no-any-return]
     if isinstance(matrix, SeparatedMatrix):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -91,26 +91,23 @@ class Dense:
     """
 
     matrix: Array
+    # (rows, columns) and ‖M‖_F in double precision: found once, for every solve asks for them
+    shape: tuple[int, int] = field(init=False, repr=False)
+    norm: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         matrix = as_floating(self.matrix)
         require_matrix(matrix)
         refuse_traced(matrix, "a decomposition")
+        rows, columns = matrix.shape
+        if columns <= MAX_DOT_ENTRIES:  # sums over short rows start no threads
+            length = finite_norm(matrix)
+        else:
+            with one_blas_thread_for(rows * columns):
+                length = finite_norm(matrix)
         object.__setattr__(self, "matrix", matrix)
-        # Sums over short rows start no threads, and to enter costs as much as they do.
-        entries = math.prod(self.shape) if self.shape[1] > MAX_DOT_ENTRIES else 0
-        with one_blas_thread_for(entries):
-            self.norm  # noqa: B018 - refuses entries that are not finite
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
-        return int(self.matrix.shape[0]), int(self.matrix.shape[1])
-
-    @cached_property
-    def norm(self) -> float:
-        """‖M‖_F in double precision."""
-        return finite_norm(self.matrix)
+        object.__setattr__(self, "shape", (int(rows), int(columns)))
+        object.__setattr__(self, "norm", length)
 
     def tensor(self, shape: KroneckerShape) -> Array:
         """Return R(M) for any number of factors, as an array (m_1·n_1, …, m_d·n_d)."""
