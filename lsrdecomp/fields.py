@@ -323,11 +323,13 @@ def refuses_unknown(function: F, settings: type[Settings] | None = None) -> F:
         Type of its argument ``settings``: a field of it that is given by itself is refused with
         what to type instead.
     """
-    known = inspect.signature(function).parameters
+    known = tuple(inspect.signature(function).parameters)
+    names = frozenset(known)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_others(function.__name__, kwargs, known, settings)
+        if not names.issuperset(kwargs):
+            _refuse_others(function.__name__, kwargs, known, settings)
         return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]

@@ -344,7 +344,7 @@ def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
     rows, columns = matrix_shape
     for m in divisors(rows):
         for n in divisors(columns):
-            yield KroneckerShape(((m, n), (rows // m, columns // n)))
+            yield shape_of_sizes(((m, n), (rows // m, columns // n)))
 
 
 def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
