@@ -1,13 +1,16 @@
-"""A few terms of one matrix: `decompose` beside the best of fourteen ways that others offer.
+"""A few terms of a matrix or of many: `decompose` beside the best of what others offer.
 
     python -m benchmarks.solvers.best_peer
-    python -m benchmarks.solvers.best_peer --sizes 256 --ranks 1 4 --runs 31
+    python -m benchmarks.solvers.best_peer --sizes 256 --ranks 1 4 --batches --seconds 5
 
-The best is chosen afterwards, for each matrix and number of terms by itself, among those whose
-error is within 1.1e-3 of the least that anybody reached: a user would have to know which it is.
-Peers get R(M) as an array; ours get M, rearrange it, and say how near the optimum they are. All
-return the terms and their measured error. One thread, CPU seconds, all in turns, so that nobody
-finds the cache as it left it; medians of ``--runs``. Writes results/best_peer.json.
+A cell is a size, a spectrum and a number of terms. The best peer of a cell is chosen afterwards,
+among those whose error is within 1.1e-3 of the least that anybody reached: a user would have to
+know which it is. Everybody gets the matrix, rearranges it, and returns its terms with their
+measured error. One thread, CPU seconds, all in turns, so that nobody finds the cache as it left it;
+the least of the turns counts. Our two solvers stand beside the default that chooses between them.
+
+Cells that are done are kept in ``--work``, and the same command goes on after a kill. Writes
+results/best_peer.json.
 """
 
 from __future__ import annotations
@@ -16,198 +19,293 @@ import argparse
 import os
 import statistics
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
+from benchmarks.solvers import two_factor_peers as peers
 
 NEAR = 1.1e-3
 """Excess over the least error up to which a peer counts: what `decompose` promises, and a tenth."""
 
+ROUNDING = 1e-14
+"""Relative error that counts as none."""
+
 OUTRUN = 3.0
-"""A peer that takes so many times ours is not run again after five turns."""
+"""Whoever takes so many times the best of its kind at first is not run again."""
+
+OURS = "lsrdecomp"
+
+OWN_SOLVERS = ("svd", "krylov")
+"""Our two solvers, as text; `decompose` chooses one of them."""
+
+FEW_RANKS = {4096: (4, 16)}
+"""Numbers of terms of the sizes of which not all are taken."""
+
+Runs: TypeAlias = dict[str, Callable[[], list[float]]]
+"""What is timed, by its name; it returns the relative error of each matrix."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Square matrices of one size and spectrum, and the terms to be found of each."""
+
+    count: int
+    size: int
+    spectrum: str
+    rank: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Sides of the two square factors, as even as powers of two allow; the smaller first."""
+        larger = 2 ** (self.size.bit_length() // 2)
+        return min(larger, self.size // larger), max(larger, self.size // larger)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024])
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 16])
-    arguments.add_argument("--runs", type=int, default=21)
+    sizes = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    arguments.add_argument("--sizes", type=int, nargs="*", default=sizes)
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64])
+    arguments.add_argument("--batches", nargs="*", default=["64x64", "16x256"], help="COUNTxSIZE")
+    arguments.add_argument("--seconds", type=float, default=1.0, help="of turns in a cell")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--out", type=Path, default=RESULTS)
+    arguments.add_argument("--work", type=Path, default=Path("build/best_peer.json"))
     options = arguments.parse_args()
     for name in records.THREAD_VARIABLES:
         os.environ[name] = "1"  # read when the libraries are first imported, below
-    rows = []
-    for size in options.sizes:
-        for problem, rearranged in matrices(size, options.seed).items():
-            for rank in options.ranks:
-                rows.append({"size": size, "problem": problem, "rank": rank})
-                rows[-1] |= compared(rearranged, rank, options.runs, options.seed)
-                print(rows[-1], flush=True)
-    file = options.out / "best_peer.json"
-    record = records.load(file)
-    settings = {name: getattr(options, name) for name in ("sizes", "ranks", "runs", "seed")}
-    record |= {"settings": settings, "rows": rows, "summary": summary(rows)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    records.save(file, record, "scipy", "scikit-learn", "torch", seed=options.seed)
+    names = ("sizes", "ranks", "batches", "seconds", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    packages = ["scikit-learn", "torch"]
+    packages += [name for name in peers.OPTIONAL if name not in peers.left_out()]
+
+    record = begun(options.work, settings)
+    done = [{name: row[name] for name in Cell.__annotations__} for row in record["rows"]]
+    for cell in cells(options.sizes, options.ranks, options.batches):
+        if asdict(cell) in done:
+            continue
+        row = asdict(cell) | compared(cell, options.seconds, options.seed)
+        print(line_of(row), flush=True)
+        record["rows"].append(row)
+        record = records.save(options.work, record, *packages, seed=options.seed)
+    record["summary"] = summary(record["rows"])
+    records.save(options.out / "best_peer.json", record, *packages, seed=options.seed)
+    options.work.unlink(missing_ok=True)
     for line in record["summary"]:
         print(line)
 
 
-def matrices(size: int, seed: int) -> dict[str, Any]:
-    """Return rearranged matrices by the name of their spectrum, in random bases."""
-    import numpy as np
+def begun(work: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a run that was stopped, if it had these settings and this code."""
+    record = records.load(work)
+    if record.get("settings") == settings:
+        last = record["provenance"][-1]
+        if (last["commit"], last["changes"]) == records.CHECKOUT:
+            return record
+    return {"settings": settings, "left out": peers.left_out(), "rows": []}
 
-    rows, columns = sizes(size)
-    rng = np.random.default_rng(seed)
-    k = np.arange(min(rows, columns, 512))
-    spectra = {"1/k": 1.0 / (1.0 + k), "exp(-k/20)": np.exp(-k / 20.0), ".3^k": 0.3 ** k[:60]}
-    found = {"noise": rng.standard_normal((rows, columns))}
-    for name, sigma in spectra.items():
-        left = np.linalg.qr(rng.standard_normal((rows, len(sigma))))[0]
-        right = np.linalg.qr(rng.standard_normal((columns, len(sigma))))[0]
-        found[name] = (left * sigma) @ right.T
+
+def cells(sizes: list[int], ranks: list[int], batches: list[str]) -> list[Cell]:
+    """Return the cells of single matrices, then those of stacks."""
+    counts = [(1, size) for size in sizes]
+    for text in batches:
+        count, size = text.split("x")
+        counts.append((int(count), int(size)))
+    found = []
+    for count, size in counts:
+        for spectrum in ("fast", "slow", "noise", "steps", "exact", "near rounding"):
+            for rank in ranks:
+                cell = Cell(count, size, spectrum, rank)
+                is_taken = rank in FEW_RANKS.get(size, ranks)
+                if is_taken and rank < cell.sides[0] ** 2:
+                    found.append(cell)
     return found
 
 
-def sizes(size: int) -> tuple[int, int]:
-    """Return rows and columns of R(M) for a square M in factors as even as powers of two allow."""
-    side = 2 ** (size.bit_length() // 2)
-    other = size // side
-    return min(side, other) ** 2, max(side, other) ** 2
-
-
-def compared(rearranged: Any, rank: int, runs: int, seed: int) -> dict[str, Any]:
-    """Return median seconds and the excess of everybody, and the best peer's time over ours."""
+def rearranged_matrix(cell: Cell, rng: Any) -> Any:
+    """Return a rearranged matrix of the spectrum of a cell, in random bases."""
     import numpy as np
 
-    from lsrdecomp import KroneckerShape, decompose
-    from lsrdecomp.kronecker.rearrange import inverse_rearrange
-
-    sides = [round(side**0.5) for side in rearranged.shape]
-    shape = KroneckerShape(tuple((side, side) for side in sides))
-    matrix = np.ascontiguousarray(inverse_rearrange(rearranged, shape))
-    ways: dict[str, Callable[[], float]] = {
-        "lsrdecomp": lambda: decompose(matrix, shape, rank=rank).relative_error
+    rows, columns = (side * side for side in cell.sides)
+    if cell.spectrum == "noise":
+        return rng.standard_normal((rows, columns))
+    k = np.arange(min(rows, columns, 512))
+    spectra = {
+        "fast": np.exp(-k / 4.0),
+        "slow": 1.0 / (1.0 + k),
+        "steps": 0.5 ** (k // 8),
+        "exact": np.exp(-k[: min(8, rows // 4)] / 4.0),
+        "near rounding": np.maximum(0.2**k, 1e-13),
     }
-    length = np.linalg.norm(rearranged)
-    for name, way in peers(rearranged, rank, seed).items():
-        ways[name] = lambda way=way: measured(rearranged, length, *way())
+    sigma = spectra[cell.spectrum]
+    left = np.linalg.qr(rng.standard_normal((rows, len(sigma))))[0]
+    right = np.linalg.qr(rng.standard_normal((columns, len(sigma))))[0]
+    return (left * sigma) @ right.T
+
+
+def compared(cell: Cell, seconds: float, seed: int) -> dict[str, Any]:
+    """Return the seconds of everybody who came near, and the best peer's over ours."""
+    import numpy as np
+
+    own, others = runs(cell, seed)
     errors = {}
-    for name, way in ways.items():
+    first = {}
+    for name, run in (own | others).items():
         try:
-            errors[name] = way()
-        except np.linalg.LinAlgError:  # PROPACK gives up on small flat spectra
-            continue
-    least = min(errors.values())
-    near = [name for name, error in errors.items() if error <= least * (1.0 + NEAR) + 1e-14]
-    seconds: dict[str, list[float]] = {name: [] for name in {"lsrdecomp", *near}}
-    for turn in range(runs):
-        for name, taken in seconds.items():
-            if turn >= 5 and is_outrun(taken, seconds["lsrdecomp"]):
-                continue
-            start = time.process_time()
-            ways[name]()
-            taken.append(time.process_time() - start)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    best = min((name for name in medians if name != "lsrdecomp"), key=medians.__getitem__)
+            first[name], errors[name] = first_time(run)
+        except (np.linalg.LinAlgError, RuntimeError, ValueError):
+            continue  # PROPACK gives up on small flat spectra, some others on exact sums
+    least = np.min([found for found in errors.values() if np.all(np.isfinite(found))], axis=0)
+    allowed = least * (1.0 + NEAR) + ROUNDING
+    near = [name for name in errors if np.all(np.asarray(errors[name]) <= allowed)]
+    best_own = min(first[name] for name in own)
+    best_other = min(first[name] for name in others if name in near)
+    contenders = [OURS]
+    for name in near:
+        limit = OUTRUN * (best_own if name in own else best_other)
+        if name != OURS and first[name] <= limit:
+            contenders.append(name)
+    taken = first | in_turns({name: (own | others)[name] for name in contenders}, first, seconds)
+
+    best = min((name for name in near if name in others), key=taken.__getitem__)
+    own_best = min((taken[name] for name in near if name in own and name != OURS), default=None)
+    worst = np.max(np.asarray(errors[OURS]) / np.maximum(least, ROUNDING)) - 1.0
     return {
         "best peer": best,
-        "its time over ours": medians[best] / medians["lsrdecomp"],
-        "excess": errors["lsrdecomp"] / least - 1.0,
-        "seconds": medians,
+        "its time over ours": taken[best] / taken[OURS],
+        "our time over our better solver's": own_best and taken[OURS] / own_best,
+        "excess": max(float(worst), 0.0),
+        "seconds": {name: taken[name] for name in near},
+        "too far from the optimum": [name for name in errors if name not in near],
     }
 
 
-def is_outrun(taken: list[float], ours: list[float]) -> bool:
-    return statistics.median(taken) > OUTRUN * statistics.median(ours)
-
-
-def measured(matrix: Any, length: float, u: Any, sigma: Any, vh: Any) -> float:
-    """Return the relative error of some terms, from the entries of their residual."""
+def runs(cell: Cell, seed: int) -> tuple[Runs, Runs]:
+    """Return ours and the peers', each from the matrices to the errors of its terms."""
     import numpy as np
 
-    return float(np.linalg.norm(matrix - (u * sigma) @ vh) / length)
+    from lsrdecomp import KroneckerShape, decompose, decompose_each
+    from lsrdecomp.kronecker.rearrange import inverse_rearrange
+
+    rng = np.random.default_rng(seed)
+    a, b = cell.sides
+    shape = KroneckerShape(((a, a), (b, b)))
+    rearranged = [rearranged_matrix(cell, rng) for _ in range(cell.count)]
+    matrices = np.stack([inverse_rearrange(matrix, shape) for matrix in rearranged])
+    single = np.ascontiguousarray(matrices[0])
+    rank = cell.rank
+
+    def ours(solver: str | None) -> Callable[[], list[float]]:
+        goals = {} if solver is None else {"solver": solver}
+        if cell.count == 1:
+            return lambda: [decompose(single, shape, rank=rank, **goals).relative_error]
+        return lambda: [
+            record.relative_error for record in decompose_each(matrices, shape, rank=rank, **goals)
+        ]
+
+    def each(way: peers.Way) -> Callable[[], list[float]]:
+        def run() -> list[float]:
+            errors = []
+            for matrix in matrices:
+                entries = matrix.reshape(a, b, a, b).transpose(0, 2, 1, 3).reshape(a * a, b * b)
+                length = np.linalg.norm(entries)
+                u, sigma, vh = way(entries)
+                errors.append(float(np.linalg.norm(entries - (u * sigma) @ vh) / length))
+            return errors
+
+        return run
+
+    def together(way: peers.Way) -> Callable[[], list[float]]:
+        def run() -> list[float]:
+            entries = matrices.reshape(-1, a, b, a, b).transpose(0, 1, 3, 2, 4)
+            entries = entries.reshape(-1, a * a, b * b)
+            lengths = np.linalg.norm(entries, axis=(1, 2))
+            u, sigma, vh = way(entries)
+            residuals = entries - (u * sigma[..., None, :]) @ vh
+            return list(np.linalg.norm(residuals, axis=(1, 2)) / lengths)
+
+        return run
+
+    own = {OURS: ours(None)}
+    for name in OWN_SOLVERS:
+        if name != "svd" or a * b <= peers.MAX_GRAM_SIDE:
+            own[f"{OURS} {name}"] = ours(name)
+    sides = a * a, b * b
+    others = {name: each(way) for name, way in peers.ways(sides, rank, seed).items()}
+    if cell.count > 1:
+        for name, way in peers.batched_ways(sides, rank).items():
+            others[name] = together(way)
+    return own, others
 
 
-def peers(matrix: Any, rank: int, seed: int) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
-    """Return functions that find terms, by library and setting."""
-    import numpy as np
-    import scipy.linalg
-    import torch
-    from scipy.sparse.linalg import svds
-    from sklearn.utils.extmath import randomized_svd
+def first_time(run: Callable[[], list[float]]) -> tuple[float, list[float]]:
+    """Return the CPU seconds and the errors of a run; of a short one when it is warm."""
+    least = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        errors = run()
+        least = min(least, time.process_time() - start)
+        if least > 0.02:
+            break
+    return least, errors
 
-    warnings.simplefilter("ignore")  # of lobpcg, where it stops early
-    torch.set_num_threads(1)
-    side = min(matrix.shape)
-    tensor = torch.as_tensor(matrix)
 
-    def full() -> tuple[Any, Any, Any]:
-        u, sigma, vh = np.linalg.svd(matrix, full_matrices=False)
-        return u[:, :rank], sigma[:rank], vh[:rank]
+def in_turns(ways: Runs, first: dict[str, float], seconds: float) -> dict[str, float]:
+    """Return the least CPU seconds of each in at least two turns, and for so many seconds."""
+    repeats = {name: max(1, int(0.004 / max(first[name], 1e-6))) for name in ways}
+    least = dict.fromkeys(ways, float("inf"))
+    start = time.process_time()
+    turns = 0
+    while turns < 2 or time.process_time() - start < seconds:
+        for name, run in ways.items():
+            if repeats[name] > 1:
+                run()  # brings its code back into the caches, which others have had
+            before = time.process_time()
+            for _ in range(repeats[name]):
+                run()
+            least[name] = min(least[name], (time.process_time() - before) / repeats[name])
+        turns += 1
+    return least
 
-    def gram() -> tuple[Any, Any, Any]:
-        _, u = scipy.linalg.eigh(matrix @ matrix.T, subset_by_index=(side - rank, side - 1))
-        return u, np.ones(rank), u.T @ matrix
 
-    def low_rank(steps: int) -> tuple[Any, Any, Any]:
-        torch.manual_seed(seed)
-        u, sigma, v = torch.svd_lowrank(tensor, q=min(rank + 8, side), niter=steps)
-        return u.numpy()[:, :rank], sigma.numpy()[:rank], v.numpy()[:, :rank].T
-
-    def randomized(steps: int) -> tuple[Any, Any, Any]:
-        scheme = "LU" if steps > 1 else "none"
-        found = randomized_svd(
-            matrix, rank, n_iter=steps, power_iteration_normalizer=scheme, random_state=seed
-        )
-        return tuple(found)
-
-    ways: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-        "svds": lambda: svds(matrix, rank, random_state=seed),
-        "svds 1e-3": lambda: svds(matrix, rank, tol=1e-3, random_state=seed),
-        "svds propack 1e-3": lambda: svds(
-            matrix, rank, tol=1e-3, solver="propack", random_state=seed
-        ),
-    }
-    if side <= 1024:
-        ways |= {"numpy svd": full, "scipy eigh of R Rᵀ": gram}
-    if 5 * rank < side:
-        ways["svds lobpcg 1e-3"] = lambda: svds(
-            matrix, rank, tol=1e-3, solver="lobpcg", maxiter=60, random_state=seed
-        )
-    for steps in (0, 1, 2, 4, 7):
-        ways[f"randomized_svd {steps}"] = lambda steps=steps: randomized(steps)
-    for steps in (1, 2, 6):
-        ways[f"torch svd_lowrank {steps}"] = lambda steps=steps: low_rank(steps)
-    return ways
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row for the terminal."""
+    cell = f"{row['count']} × {row['size']} {row['spectrum']}, {row['rank']} terms"
+    own = row["our time over our better solver's"] or float("nan")
+    return (
+        f"{cell}: {row['best peer']} {row['its time over ours']:.2f}; "
+        f"default over our better {own:.2f}, excess {row['excess']:.1e}"
+    )
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return medians and worst cases of the best peer's time over ours, by size and rank."""
+    """Return median and least of the best peer's time over ours, by size and number of terms."""
     lines = []
-    for size in dict.fromkeys(row["size"] for row in rows):
-        of_size = [row for row in rows if row["size"] == size]
-        for ranks in (None, *dict.fromkeys(row["rank"] for row in of_size)):
-            ratios = [row["its time over ours"] for row in of_size if ranks in (None, row["rank"])]
+    for count, size in dict.fromkeys((row["count"], row["size"]) for row in rows):
+        of_size = [row for row in rows if (row["count"], row["size"]) == (count, size)]
+        for rank in ("all", *dict.fromkeys(row["rank"] for row in of_size)):
+            chosen = [row for row in of_size if rank in ("all", row["rank"])]
+            ratios = [row["its time over ours"] for row in chosen]
+            own = [row["our time over our better solver's"] for row in chosen]
             lines.append(
                 {
+                    "count": count,
                     "size": size,
-                    "rank": "all" if ranks is None else ranks,
+                    "rank": rank,
                     "median": statistics.median(ratios),
-                    "worst": min(ratios),
+                    "least": min(ratios),
+                    "over our better solver": max((ratio for ratio in own if ratio), default=None),
+                    "largest excess": max(row["excess"] for row in chosen),
+                    "best peers": dict(Counter(row["best peer"] for row in chosen).most_common()),
                 }
             )
-        few = [row["its time over ours"] for row in of_size if row["rank"] <= 4]
-        if few:
-            median, worst = statistics.median(few), min(few)
-            lines.append({"size": size, "rank": "1 to 4", "median": median, "worst": worst})
     return lines
 
 

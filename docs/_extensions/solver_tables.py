@@ -11,16 +11,36 @@ OURS = "lsrdecomp 1e-3"
 
 
 def best_peer(results: dict[str, Any]) -> Table:
-    """Tabulate the best peer's time over ours by side and number of terms: median, and worst."""
-    ranks = list(dict.fromkeys(str(line["rank"]) for line in results["summary"]))
-    cells = {(line["size"], str(line["rank"])): line for line in results["summary"]}
+    """Tabulate the best peer's time over ours by size and number of terms: median, and least."""
+    lines = results["summary"]
+    ranks = list(dict.fromkeys(line["rank"] for line in lines))
+    cells = {(line["count"], line["size"], line["rank"]): line for line in lines}
     rows = []
-    for size in dict.fromkeys(line["size"] for line in results["summary"]):
-        lines = [cells.get((size, rank)) for rank in ranks]
-        figures = (f"{line['median']:.2f} ({line['worst']:.2f})" if line else "–" for line in lines)
-        rows.append((f"{size} × {size}", *figures))
-    names = (rank if not rank.isdigit() else f"{rank} term{'s' * (rank != '1')}" for rank in ranks)
-    return ("matrix", *names), rows
+    for count, size in dict.fromkeys((line["count"], line["size"]) for line in lines):
+        figures = []
+        for rank in ranks:
+            line = cells.get((count, size, rank))
+            figures.append(f"{line['median']:.2f} ({line['least']:.2f})" if line else "–")
+        own = cells[count, size, "all"]["over our better solver"]
+        rows.append((_stack(count, size), *figures, f"{own:.2f}"))
+    first, *others = ranks
+    names = (f"{rank} term{'s' * (rank != 1)}" for rank in others)
+    return ("matrix", first, *names, "default / our better solver"), rows
+
+
+def best_peers(results: dict[str, Any]) -> Table:
+    """Tabulate how often each peer was the best, by size."""
+    of_all = [line for line in results["summary"] if line["rank"] == "all"]
+    rows = []
+    for line in of_all:
+        counts = (f"{name} {count}" for name, count in line["best peers"].items())
+        rows.append((_stack(line["count"], line["size"]), ", ".join(counts)))
+    return ("matrix", "best peer, times"), rows
+
+
+def _stack(count: int, size: int) -> str:
+    """Return the text of a matrix, or of so many together."""
+    return f"{size} × {size}" if count == 1 else f"{count} of {size} × {size}"
 
 
 def dense(results: dict[str, Any]) -> Table:
@@ -65,7 +85,7 @@ def sizes(results: dict[str, Any]) -> Table:
     for size, count in dict.fromkeys((row["size"], row["count"]) for row in rows):
         of_size = [row for row in rows if (row["size"], row["count"]) == (size, count)]
         ratios = [row["times the best peer"] for row in of_size]
-        what = f"{size} × {size}" if count == 1 else f"{count} of {size} × {size}"
+        what = _stack(count, size)
         figures = (f"{figure:.2g}" for figure in (median(ratios), min(ratios), max(ratios)))
         table.append((what, str(of_size[0]["rank"]), *figures))
     return ("R(M)", "terms", "median", "least", "most"), table
@@ -73,6 +93,7 @@ def sizes(results: dict[str, Any]) -> Table:
 
 TABLES = {
     "best-peer": ("best_peer.json", best_peer),
+    "best-peers": ("best_peer.json", best_peers),
     "solvers-4096": ("solvers-threads1.json", dense),
     "solvers-2048": ("solvers-2048-threads1.json", dense),
     "solvers-1024": ("solvers-1024-threads1.json", dense),
