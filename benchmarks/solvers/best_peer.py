@@ -38,6 +38,9 @@ ROUNDING = 1e-14
 OUTRUN = 3.0
 """Whoever takes so many times the best of its kind at first is not run again."""
 
+FAILURES = (RuntimeError, ValueError)
+"""What a peer raises where it gives up: PROPACK on small flat spectra, others on exact sums."""
+
 OURS = "lsrdecomp"
 
 OWN_SOLVERS = ("svd", "krylov")
@@ -160,8 +163,8 @@ def compared(cell: Cell, seconds: float, seed: int) -> dict[str, Any]:
     for name, run in (own | others).items():
         try:
             first[name], errors[name] = first_time(run)
-        except (np.linalg.LinAlgError, RuntimeError, ValueError):
-            continue  # PROPACK gives up on small flat spectra, some others on exact sums
+        except FAILURES:
+            continue
     least = np.min([found for found in errors.values() if np.all(np.isfinite(found))], axis=0)
     allowed = least * (1.0 + NEAR) + ROUNDING
     near = [name for name in errors if np.all(np.asarray(errors[name]) <= allowed)]
@@ -258,21 +261,35 @@ def first_time(run: Callable[[], list[float]]) -> tuple[float, list[float]]:
 
 
 def in_turns(ways: Runs, first: dict[str, float], seconds: float) -> dict[str, float]:
-    """Return the least CPU seconds of each in at least two turns, and for so many seconds."""
+    """Return the least CPU seconds of each in at least two turns, and for so many seconds.
+
+    A way that fails in one of them, with other random numbers, has taken forever.
+    """
     repeats = {name: max(1, int(0.004 / max(first[name], 1e-6))) for name in ways}
     least = dict.fromkeys(ways, float("inf"))
+    failed: set[str] = set()
     start = time.process_time()
     turns = 0
     while turns < 2 or time.process_time() - start < seconds:
         for name, run in ways.items():
-            if repeats[name] > 1:
-                run()  # brings its code back into the caches, which others have had
-            before = time.process_time()
-            for _ in range(repeats[name]):
-                run()
-            least[name] = min(least[name], (time.process_time() - before) / repeats[name])
+            if name in failed:
+                continue
+            try:
+                least[name] = min(least[name], mean_time(run, repeats[name]))
+            except FAILURES:
+                failed.add(name)
         turns += 1
-    return least
+    return least | dict.fromkeys(failed, float("inf"))
+
+
+def mean_time(run: Callable[[], list[float]], repeats: int) -> float:
+    """Return the mean CPU seconds of so many runs."""
+    if repeats > 1:
+        run()  # brings its code back into the caches, which others have had
+    start = time.process_time()
+    for _ in range(repeats):
+        run()
+    return (time.process_time() - start) / repeats
 
 
 def line_of(row: dict[str, Any]) -> str:
