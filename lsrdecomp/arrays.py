@@ -127,6 +127,8 @@ def as_double(array: Array) -> Array:
 
     Raises `PrecisionError` where JAX has neither, for it would round instead.
     """
+    if type(array) is np.ndarray and array.dtype in (np.float64, np.complex128):
+        return array
     xp = namespace(array)
     wide = xp.complex128 if is_complex(array) else xp.float64
     if array.dtype == wide:

@@ -25,26 +25,6 @@ def shape_of_sizes(factors: tuple[tuple[int, int], ...]) -> KroneckerShape:
     return KroneckerShape(factors)
 
 
-@lru_cache(maxsize=2**12)
-def balanced_shape(rows: int, columns: int, order: int) -> KroneckerShape:
-    """Return `KroneckerShape.balanced`, found once for each size of a matrix.
-
-    >>> balanced_shape(768, 4, 2) is balanced_shape(768, 4, 2)
-    True
-    """
-    return KroneckerShape.of(balanced_split(rows, order), balanced_split(columns, order))
-
-
-@lru_cache(maxsize=2**12)
-def shape_in_text(text: str, words: tuple[str, ...]) -> KroneckerShape:
-    """Return the shape that a text such as ``"16x16, 8x8"`` holds, read once.
-
-    >>> shape_in_text("4x4, 2x2", ()) is shape_in_text("4x4, 2x2", ())
-    True
-    """
-    return shape_of_sizes(_sizes_in_text(text, words))
-
-
 def divisors(n: int) -> tuple[int, ...]:
     """Return all positive divisors of ``n``, ascending.
 
@@ -152,7 +132,7 @@ class KroneckerShape:
     def balanced(cls, matrix_shape: tuple[int, int], order: int = 2) -> KroneckerShape:
         """Split both sides of a matrix into ``order`` factors, as evenly as they allow."""
         rows, columns = matrix_shape
-        return balanced_shape(rows, columns, order)
+        return _balanced_shape(rows, columns, order)
 
     @classmethod
     def parse(cls, value: Any, words: tuple[str, ...] = ()) -> KroneckerShape:
@@ -171,7 +151,7 @@ class KroneckerShape:
         if isinstance(value, KroneckerShape):
             return value
         if isinstance(value, str):
-            return shape_in_text(value, words)
+            return _shape_in_text(value, words)
         try:
             return shape_of_sizes(tuple([(_size(m), _size(n)) for m, n in value]))
         except (TypeError, ValueError) as error:
@@ -369,6 +349,18 @@ def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
     for first in divisors(n):
         for others in splits(n // first, order - 1):
             yield (first, *others)
+
+
+@lru_cache(maxsize=2**12)
+def _balanced_shape(rows: int, columns: int, order: int) -> KroneckerShape:
+    """Return `KroneckerShape.balanced`, found once for each size of a matrix."""
+    return KroneckerShape.of(balanced_split(rows, order), balanced_split(columns, order))
+
+
+@lru_cache(maxsize=2**12)
+def _shape_in_text(text: str, words: tuple[str, ...]) -> KroneckerShape:
+    """Return the shape that a text such as ``"16x16, 8x8"`` holds, read once."""
+    return shape_of_sizes(_sizes_in_text(text, words))
 
 
 def _sizes_in_text(text: str, words: Sequence[str]) -> tuple[tuple[int, int], ...]:

@@ -6,6 +6,7 @@ Inner products are used only where the difference keeps twelve digits.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -70,12 +71,13 @@ def row_blocks(rows: int, columns: int) -> list[slice]:
     return _slices(rows, block_height(columns))
 
 
-def cached_row_blocks(rows: int, columns: int) -> list[slice]:
+@lru_cache(maxsize=2**6)
+def cached_row_blocks(rows: int, columns: int) -> tuple[slice, ...]:
     """Return slices that cover the rows of a matrix in memory in blocks that stay in a cache.
 
     At most 256 KiB in double precision: such a block needs no fresh pages either.
     """
-    return _slices(rows, block_height(columns, 2**15))
+    return tuple(_slices(rows, block_height(columns, 2**15)))
 
 
 def _slices(rows: int, height: int) -> list[slice]:
