@@ -154,7 +154,7 @@ def rearranged_matrix(cell: Cell, rng: Any) -> Any:
 
 
 def compared(cell: Cell, seconds: float, seed: int) -> dict[str, Any]:
-    """Return the seconds of everybody who came near, and the best peer's over ours."""
+    """Return the seconds of those who came near in time, and the best peer's over ours."""
     import numpy as np
 
     own, others = runs(cell, seed)
@@ -175,17 +175,17 @@ def compared(cell: Cell, seconds: float, seed: int) -> dict[str, Any]:
         limit = OUTRUN * (best_own if name in own else best_other)
         if name != OURS and first[name] <= limit:
             contenders.append(name)
-    taken = first | in_turns({name: (own | others)[name] for name in contenders}, first, seconds)
+    taken = in_turns({name: (own | others)[name] for name in contenders}, first, seconds)
 
-    best = min((name for name in near if name in others), key=taken.__getitem__)
-    own_best = min((taken[name] for name in near if name in own and name != OURS), default=None)
+    best = min((name for name in taken if name in others), key=taken.__getitem__)
+    own_best = min((taken[name] for name in taken if name in own and name != OURS), default=None)
     worst = np.max(np.asarray(errors[OURS]) / np.maximum(least, ROUNDING)) - 1.0
     return {
         "best peer": best,
         "its time over ours": taken[best] / taken[OURS],
         "our time over our better solver's": own_best and taken[OURS] / own_best,
         "excess": max(float(worst), 0.0),
-        "seconds": {name: taken[name] for name in near},
+        "seconds": {name: float(f"{spent:.4g}") for name, spent in taken.items()},
         "too far from the optimum": [name for name in errors if name not in near],
     }
 

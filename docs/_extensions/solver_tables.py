@@ -22,7 +22,7 @@ def best_peer(results: dict[str, Any]) -> Table:
             line = cells.get((count, size, rank))
             figures.append(f"{line['median']:.2f} ({line['least']:.2f})" if line else "–")
         own = cells[count, size, "all"]["over our better solver"]
-        rows.append((_stack(count, size), *figures, f"{own:.2f}"))
+        rows.append((_stack(count, size), *figures, f"{own:.2f}" if own else "–"))
     first, *others = ranks
     names = (f"{rank} term{'s' * (rank != 1)}" for rank in others)
     return ("matrix", first, *names, "default / our better solver"), rows
