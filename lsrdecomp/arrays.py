@@ -35,6 +35,9 @@ NUMPY: Namespace = array_api_compat.numpy
 FLOATING = ("float32", "float64", "complex64", "complex128")
 """Element types that everything here computes in."""
 
+NUMPY_DOUBLE = (np.dtype(np.float64), np.dtype(np.complex128))
+"""NumPy's element types of double precision, in the byte order of the machine."""
+
 OVERSAMPLING = 8
 """Random columns beyond the rank that every range finder draws: the usual 5 to 10 of Halko,
 Martinsson and Tropp (2011)."""
@@ -127,7 +130,7 @@ def as_double(array: Array) -> Array:
 
     Raises `PrecisionError` where JAX has neither, for it would round instead.
     """
-    if type(array) is np.ndarray and array.dtype in (np.float64, np.complex128):
+    if type(array) is np.ndarray and array.dtype in NUMPY_DOUBLE:
         return array
     xp = namespace(array)
     wide = xp.complex128 if is_complex(array) else xp.float64
@@ -257,7 +260,8 @@ def norm(array: Array) -> float:
     """Return the Frobenius norm in double precision, safe where squares overflow or underflow."""
     # One inner product sums the squares of few: BLAS starts no threads for them, whose number would
     # be seen in the last bits.
-    if type(array) is np.ndarray and 0 < array.size <= MAX_DOT_ENTRIES and is_double(array):
+    is_double_of_numpy = type(array) is np.ndarray and array.dtype in NUMPY_DOUBLE
+    if is_double_of_numpy and 0 < array.size <= MAX_DOT_ENTRIES:
         # `vdot` says nothing of overflow and of NaN, which `errstate` would cost more to silence
         squared = float(np.vdot(array, array).real)
         if 1e-280 < squared < 1e280:
