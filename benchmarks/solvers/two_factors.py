@@ -2,7 +2,6 @@
 
     python -m benchmarks.solvers.two_factors --threads 1 --out benchmarks/results
     python -m benchmarks.solvers.two_factors --threads 2 --only dense
-    python -m benchmarks.solvers.two_factors --only sizes
     python -m benchmarks.solvers.two_factors --only pictures
 
 Every library is handed the same rearranged matrix, so what differs is the solver; our times include
@@ -39,8 +38,8 @@ def main() -> None:
     arguments.add_argument("--matrices", type=int, default=224, help="of the batch")
     arguments.add_argument(
         "--only",
-        choices=("dense", "sizes", "pair", "batch", "leading", "search", "pictures"),
-        help="one part; pictures: both, from the record",
+        choices=("dense", "pair", "batch", "leading", "search", "pictures"),
+        help="one part; pictures: from the record",
     )
     arguments.add_argument(
         "--brute", action="store_true", help="also search shapes by brute force (minutes)"
@@ -59,7 +58,6 @@ def main() -> None:
     }
     parts = {
         "dense": dense,
-        "sizes": sizes,
         "pair": pair,
         "batch": batch,
         "leading": leading,
@@ -72,8 +70,6 @@ def main() -> None:
             print(json.dumps(record[name], indent=1), flush=True)
     if options.only in (None, "dense", "pictures"):
         figure(record["dense"]["rows"], file.with_suffix(".png"))
-    if options.only in (None, "sizes", "pictures"):
-        sizes_figure(record["sizes"]["rows"], options.out / "solvers-sizes.png")
 
 
 def timed(run: Callable[[], Any], options: argparse.Namespace) -> tuple[float, Any]:
@@ -211,150 +207,6 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-REMAINDERS = (0.0, 1e-16, 1e-13, 2.5e-8, 1e-4)
-"""Norms of noise beside a few exact terms, relative."""
-
-
-def few_terms(size: int, rank: int, seed: int) -> dict[str, Any]:
-    """Return rearranged matrices of ``rank`` falling terms, beside noise or rounded to float32."""
-    import numpy as np
-
-    rng, weights = np.random.default_rng(seed), 1.0 / np.arange(1.0, rank + 1)
-    left, right = (np.linalg.qr(rng.standard_normal((size, rank)))[0] for _ in range(2))
-    exact, noise = (left * weights) @ right.T, rng.standard_normal((size, size)) / size
-    rounded = (left.astype(np.float32).astype(float) * weights) @ right.astype(np.float32).astype(
-        float
-    ).T
-    beside = {
-        f"terms + {each:g}": exact + each * np.linalg.norm(exact) * noise for each in REMAINDERS
-    }
-    return beside | {
-        "float32 terms": rounded,
-        "float32 entries": exact.astype(np.float32).astype(float),
-    }
-
-
-SINGLE = tuple((2**k, 1) for k in range(4, 12))
-BATCHES = (16, 64), (32, 64), (64, 64), (128, 16), (256, 16)
-"""Sides of R(M), and how many of them."""
-
-
-def sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run `decompose` and `decompose_each`, errors measured, beside the best peer of each size.
-
-    Peers are ``svds`` at a tolerance of 1e-3 and, up to a side of 512, NumPy's SVD, batched where
-    there are several; they get R(M) as it is and measure nothing. Minima in CPU seconds, all in
-    turns, without a peer that takes four times another's. The excess is over the error of the
-    better peer, in units of 64 μ where that error is smaller.
-    """
-    import numpy as np
-    import scipy.sparse.linalg
-
-    from lsrdecomp import KroneckerShape, decompose, decompose_each
-    from lsrdecomp.kronecker.rearrange import inverse_rearrange
-
-    rows = []
-    for size, count in SINGLE + BATCHES:
-        high = 2 ** (round(np.log2(size)) // 2)
-        shape, rank = (
-            KroneckerShape(((high, size // high), (size // high, high))),
-            max(1, min(16, size // 16)),
-        )
-        for name, matrix in (
-            spectra(size, options.seed) | few_terms(size, rank, options.seed)
-        ).items():
-            stack = np.stack([np.roll(matrix, i, axis=0) for i in range(count)])
-            entries = inverse_rearrange(stack, shape)
-
-            def ours(m: Any = entries, shape: Any = shape, rank: int = rank) -> float:
-                each = (
-                    decompose_each(m, shape, rank=rank)
-                    if len(m) > 1
-                    else [decompose(m[0], shape, rank=rank)]
-                )
-                return max(one.relative_error for one in each)
-
-            peers: dict[str, Callable[[], Any]] = {}
-            if size <= 512:
-                peers["numpy"] = lambda a=stack: [
-                    x[0] for x in np.linalg.svd(a, full_matrices=False)
-                ]
-            if count == 1:
-                peers["svds"] = lambda a=matrix, s=rank: scipy.sparse.linalg.svds(
-                    a, s, tol=1e-3, random_state=0
-                )
-            taken: dict[str, list[float]] = {}
-            optimum = np.inf
-            for turn in range(options.runs * (5 if size * count <= 256 else 1)):
-                for solver, run in {"lsrdecomp": ours, **peers}.items():
-                    if (
-                        turn
-                        and solver in peers
-                        and min(taken[solver]) > 4.0 * min(min(taken[each]) for each in peers)
-                    ):
-                        continue
-                    start = time.process_time()
-                    answer = run()
-                    taken.setdefault(solver, []).append(time.process_time() - start)
-                    if solver == "lsrdecomp":
-                        error = answer
-                    elif not turn:
-                        u, sigma, vh = answer
-                        first = np.argsort(-sigma)[:rank]
-                        rest = matrix - (u[:, first] * sigma[first]) @ vh[first]
-                        optimum = min(optimum, float(np.linalg.norm(rest) / np.linalg.norm(matrix)))
-            best = min(peers, key=lambda peer, taken=taken: min(taken[peer]))
-            rows.append(
-                {
-                    "problem": name,
-                    "size": size,
-                    "count": count,
-                    "rank": rank,
-                    "best peer": best,
-                    "seconds": {solver: min(seconds) for solver, seconds in taken.items()},
-                    "times the best peer": min(taken["lsrdecomp"]) / min(taken[best]),
-                    "excess": (error - optimum) / max(optimum, 64 * 2.0**-53),
-                }
-            )
-    return rows
-
-
-def sizes_figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw our time over the best peer's, a cell a spectrum and size; blue is faster."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    columns = list(dict.fromkeys((row["size"], row["count"]) for row in rows))
-    ratios = np.full((len(problems), len(columns)), np.nan)
-    for row in rows:
-        ratios[problems.index(row["problem"]), columns.index((row["size"], row["count"]))] = row[
-            "times the best peer"
-        ]
-    drawing = Figure(figsize=(10.0, 4.8), layout="constrained")
-    panel = drawing.subplots()
-    panel.imshow(np.log2(ratios), cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
-    for (i, j), ratio in np.ndenumerate(ratios):
-        panel.text(
-            j,
-            i,
-            f"{ratio:.2g}",
-            ha="center",
-            va="center",
-            color="black" if 0.25 < ratio < 4.0 else "white",
-        )
-    panel.set_yticks(range(len(problems)), problems)
-    panel.set_xticks(
-        range(len(columns)), [f"{n}" if count == 1 else f"{count} of\n{n}" for n, count in columns]
-    )
-    panel.axvline(len(SINGLE) - 0.5, color="black")
-    panel.set(
-        xlabel="side of R(M)",
-        title="our time over that of the best peer (NumPy's SVD, svds at 1e-3)",
-    )
-    drawing.savefig(path, dpi=110)
 
 
 def pair(options: argparse.Namespace) -> list[dict[str, Any]]:

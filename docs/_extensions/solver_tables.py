@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -78,19 +77,6 @@ def batch(results: dict[str, Any]) -> Table:
     return head, table
 
 
-def sizes(results: dict[str, Any]) -> Table:
-    """Tabulate our time over the better peer's by side: median, least and most over spectra."""
-    rows = results["sizes"]["rows"]
-    table = []
-    for size, count in dict.fromkeys((row["size"], row["count"]) for row in rows):
-        of_size = [row for row in rows if (row["size"], row["count"]) == (size, count)]
-        ratios = [row["times the best peer"] for row in of_size]
-        what = _stack(count, size)
-        figures = (f"{figure:.2g}" for figure in (median(ratios), min(ratios), max(ratios)))
-        table.append((what, str(of_size[0]["rank"]), *figures))
-    return ("R(M)", "terms", "median", "least", "most"), table
-
-
 TABLES = {
     "best-peer": ("best_peer.json", best_peer),
     "best-peers": ("best_peer.json", best_peers),
@@ -98,5 +84,4 @@ TABLES = {
     "solvers-2048": ("solvers-2048-threads1.json", dense),
     "solvers-1024": ("solvers-1024-threads1.json", dense),
     "solvers-batch": ("solvers-threads1.json", batch),
-    "solvers-sizes": ("solvers-threads1.json", sizes),
 }
