@@ -44,6 +44,8 @@ class Decomposition(SeparatedMatrix):
         How much smaller the relative error of any matrix of as many terms could be, where that is
         known.
     gap_kind : ErrorKind
+    note : str
+        A sentence of the solver on this answer, at the end of ``remark``.
     stored : StoredMatrix, optional
         The number formats and codes that are written, where a budget was given; None in what `load`
         returns.
@@ -72,6 +74,7 @@ class Decomposition(SeparatedMatrix):
     sweeps: tuple[Sweep, ...] = ()
     optimality_gap: float | None = None
     gap_kind: ErrorKind = ErrorKind.estimated
+    note: str = ""
     stored: Any = None  # a `StoredMatrix`
     stored_bytes: int | None = None
 
@@ -116,6 +119,8 @@ class Decomposition(SeparatedMatrix):
                 f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this "
                 'shape; see shape="search", or best_shape(pad=True) where sizes are prime.'
             )
+        if self.note:
+            remark = f"{remark} {self.note}"
         return remark + self._remark_on_condition()
 
     def _remark_on_condition(self) -> str:
@@ -173,6 +178,7 @@ class Decomposition(SeparatedMatrix):
             "error_kind": self.error_kind.name,
             "optimality_gap": self.optimality_gap,
             "gap_kind": self.gap_kind.name,
+            "note": self.note,
             "sweeps": [{**asdict(sweep), "event": sweep.event.name} for sweep in self.sweeps],
             "stored_bytes": self.bytes if self.stored is not None else self.stored_bytes,
         }
@@ -223,6 +229,7 @@ class Decomposition(SeparatedMatrix):
                 ),
                 optimality_gap=figures["optimality_gap"],
                 gap_kind=ErrorKind[figures["gap_kind"]],
+                note=str(figures["note"]),
                 stored_bytes=figures["stored_bytes"],
             )
         except (KeyError, TypeError, ValueError) as error:
