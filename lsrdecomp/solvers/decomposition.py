@@ -10,7 +10,7 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import Array, is_complex, to_numpy
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.number_formats import storage_format
-from lsrdecomp.kronecker.files import read_figures, read_terms, write_terms
+from lsrdecomp.kronecker.files import has_figures, read_figures, read_terms, write_terms
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import LARGE_CONDITION, PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.solver import ErrorKind, Event, Status, Sweep
@@ -269,3 +269,36 @@ class Decomposition(SeparatedMatrix):
             ("condition γ", f"{self.condition:.3g}"),
         )
         return markup.facts("Decomposition", figures, self.status.value + self.remark)
+
+
+def load(path: str | Path) -> SeparatedMatrix:
+    """Read a file that ``save`` of a decomposition or of a separated matrix wrote, bit for bit.
+
+    Parameters
+    ----------
+    path : path
+
+    Returns
+    -------
+    Decomposition or SeparatedMatrix
+        The one that was saved.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is missing, damaged, or of another kind.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     again = lsr.load(result.save(f"{folder}/result.safetensors"))
+    >>> again == result, again.relative_error == result.relative_error
+    (True, True)
+    """
+    if has_figures(Path(path)):
+        return Decomposition.load(path)
+    return SeparatedMatrix.load(path)
