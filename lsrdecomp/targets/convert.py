@@ -89,4 +89,5 @@ def _dask_stream(array: Any) -> RowStream:
         for start, end in itertools.pairwise([0, *ends]):
             yield array[start:end].compute()
 
-    return RowStream(blocks, tuple(map(int, array.shape)))
+    rows, columns = array.shape
+    return RowStream(blocks, (int(rows), int(columns)))
