@@ -43,7 +43,7 @@ from lsrdecomp.kronecker.rearrange import (
     factor_shape,
     sum_of_kroneckers,
 )
-from lsrdecomp.precision import precision, round_to, type_name
+from lsrdecomp.precision import precision, round_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -373,10 +373,10 @@ class SeparatedMatrix:
         library such as ``numpy.float32``. Raises `PrecisionError` for another.
         """
         xp = namespace(*self.factors)
-        name = type_name(dtype)
-        if name not in COMPUTING_TYPES:
-            with suppress(TypeError):
-                name = np.dtype(dtype).name  # NumPy's other words, such as "f4"
+        full_name = str(getattr(dtype, "__name__", dtype))
+        name = full_name.rpartition(".")[2]  # "torch.float32"
+        with suppress(TypeError):
+            name = np.dtype(name).name  # NumPy's other words, such as "f4"
         if name not in COMPUTING_TYPES:
             raise PrecisionError(
                 f"astype: a type for computing is {unknown(name, COMPUTING_TYPES)}; "

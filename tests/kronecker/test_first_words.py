@@ -23,6 +23,16 @@ def test_a_type_is_given_as_numpy_takes_it(result, dtype):
     assert result.astype(dtype).dtype == np.float32
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, "complex64", np.dtype("complex64"), "c8"])
+def test_a_complex_type_stays_complex(result, dtype):
+    assert (1j * result).astype(dtype).dtype == np.complex64
+
+
+def test_a_type_of_torch_is_taken(result):
+    torch = pytest.importorskip("torch")
+    assert result.astype(torch.float32).dtype == np.float32
+
+
 def test_a_type_that_computes_nothing_is_refused(result):
     with pytest.raises(PrecisionError, match=r"float32, float64.*round_to rounds"):
         result.astype("int8")
