@@ -126,6 +126,7 @@ JOBS = (
         1,
         ("pyttb",),
     ),
+    Job("single entries", ("single_entries",), "benchmarks.solvers.single_entries", 2),
     Job("cp", ("cp",), "benchmarks.solvers.cp --limit 30", 10, ("pyttb",)),
     Job("route", ("route_cost",), "benchmarks.cost.route", 4),
     Job("memory", ("memory",), "benchmarks.cost.memory", 5),

@@ -13,8 +13,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from lsrdecomp import decompose
-from lsrdecomp.solvers import TensorLyCP
-from lsrdecomp.targets import KnownEntries
 
 rng = np.random.default_rng(0)
 shape = "8x10, 12x12"
@@ -39,7 +37,7 @@ facade += 0.02 * rng.random(facade.shape)
 # Three terms of each kind. The error is measured the same way for both.
 
 nearest = decompose(facade, shape, rank=3)
-parts = decompose(facade, shape, rank=3, solver=TensorLyCP(non_negative=True, max_sweeps=2000))
+parts = decompose(facade, shape, rank=3, non_negative=True)
 print(f"relative error: {nearest.relative_error:.4f}, non-negative {parts.relative_error:.4f}")
 
 fig, rows = plt.subplots(2, 4, figsize=(8.6, 4.2), layout="constrained")
@@ -62,9 +60,7 @@ plt.show()
 damaged = facade.copy()
 lost = rng.random(facade.shape) < 0.4
 damaged[lost] = np.nan
-filled = decompose(
-    KnownEntries(damaged), shape, rank=3, solver=TensorLyCP(non_negative=True, max_sweeps=2000)
-)
+filled = decompose(damaged, shape, rank=3, known=~lost, non_negative=True)
 prediction = filled.to_matrix()[lost]
 error = np.linalg.norm(prediction - facade[lost]) / np.linalg.norm(facade[lost])
 print(f"relative error: known pixels {filled.relative_error:.4f}, lost pixels {error:.4f}")

@@ -26,4 +26,5 @@ from .precision import unit_roundoff as unit_roundoff
 from .shape_search import best_shape as best_shape
 from .solvers import ALS as ALS
 from .solvers import SVD as SVD
+from .solvers.decomposition import load as load
 from .targets.target import LowRank as LowRank

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -29,6 +29,7 @@ from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import best_shape
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
+from lsrdecomp.solvers.cp.weighted_als import WeightedALS
 from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.iteration import SolveProgress
 from lsrdecomp.solvers.solver import validate_rank
@@ -36,6 +37,7 @@ from lsrdecomp.solvers.stored_solve import StorageProblem, fewest_bytes, fewest_
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import traced_terms
 from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.known_entries import KnownEntries
 from lsrdecomp.targets.separated_target import Separated
 from lsrdecomp.targets.target import Dense, Target
 from lsrdecomp.targets.target_threads import threads_for
@@ -57,6 +59,8 @@ def decompose(
     atol: float | None = None,
     budget: ErrorBudget | None = None,
     storage: Any = None,
+    known: Any = None,
+    non_negative: bool | tuple[int, ...] = False,
     solver: Solver | str | None = None,
     seed: int | None = None,
     init: SeparatedMatrix | None = None,
@@ -89,6 +93,12 @@ def decompose(
         ``"float8_e4m3fn"``, ``"int8"``, …, or a dtype. Factors are scaled to its range and λ is
         kept beside them. Absent, nothing is rounded: the factors stay in the type the solver
         computed in, mostly float64; `Decomposition.storage` names it.
+    known : array_like of bool, shape (m, n), optional
+        Which entries of an array are known: the terms are fitted to those alone, and the error is
+        that of those. Others are not read. See `KnownEntries`, which has weights too.
+    non_negative : bool or tuple of int
+        Whether the entries of the factors, and with them of the sum, may not be negative; or the
+        indices of the factors that may not (`WeightedALS`).
     solver : Solver or str, optional
         Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"gram"``, ``"golub_kahan"``,
         ``"als"``; absent, one is chosen by order, size and kind of target.
@@ -137,12 +147,15 @@ def decompose(
     if is_traced_by_jax(matrix):
         others = {"rtol": rtol, "atol": atol, "budget": budget, "storage": storage}
         others |= {"solver": solver, "init": init, "on_sweep": on_sweep}
+        others |= {"known": known, "non_negative": non_negative or None}
         return _traced(matrix, shape, rank, others)  # type: ignore[return-value]
-    target = as_target(matrix)
+    target = as_target(matrix) if known is None else _known_entries(matrix, known)
     with threads_for(target):
         # 1. What is asked for; a norm that is not finite is refused before anything is solved.
         goal = _goal(target.norm, rank, rtol, atol, budget, storage)
         chosen = None if solver is None else named_solver(solver)
+        if non_negative:
+            chosen = _non_negative_solver(non_negative, chosen, shape)
         solving = _Solving(chosen, seed, init, on_sweep)
         # 2. The shape, or the search for one.
         if isinstance(shape, str) and shape == "search":
@@ -168,6 +181,32 @@ def decompose(
     return record
 
 
+def _known_entries(matrix: Any, known: Any) -> KnownEntries:
+    """Return an array of which some entries are known as a target."""
+    if isinstance(matrix, KnownEntries):
+        raise ArgumentError("known: the target is a KnownEntries already, which has its own")
+    return KnownEntries(matrix, known)
+
+
+def _non_negative_solver(
+    non_negative: bool | tuple[int, ...], solver: Solver | None, shape: Any
+) -> Solver:
+    """Return the solver that keeps factors non-negative; refuse what cannot."""
+    if isinstance(shape, str) and shape == "search":
+        raise BudgetError(
+            'shape="search" compares shapes by their nearest sums, which may be negative: name a '
+            "shape beside non_negative"
+        )
+    if solver is None:
+        return WeightedALS(non_negative=non_negative)
+    if isinstance(solver, WeightedALS):
+        return replace(solver, non_negative=non_negative)
+    raise BudgetError(
+        f"non_negative: {type(solver).__name__} has factors of any sign; leave out solver=, or "
+        "pass solver=WeightedALS(non_negative=True)"
+    )
+
+
 def _shortfall(record: Decomposition, atol: float | None) -> str:
     """Return by how much a record missed its goal, why, and what to try."""
     request = ""
@@ -177,6 +216,7 @@ def _shortfall(record: Decomposition, atol: float | None) -> str:
     return (
         f"the relative error of {record.separation_rank} terms of {record.kronecker_shape} is "
         f"{record.relative_error:.3g}{request}. {record.status.value}"
+        f"{' ' if record.note else ''}{record.note}"
     )
 
 

@@ -335,6 +335,18 @@ def refuses_unknown(function: F, settings: type[Settings] | None = None) -> F:
     return run  # type: ignore[return-value]
 
 
+OTHER_NAMES = {
+    "eps": "rtol",
+    "k": "rank",
+    "n_components": "rank",
+    "n_terms": "rank",
+    "nonnegative": "non_negative",
+    "random_state": "seed",
+    "tol": "rtol",
+}
+"""Names of other libraries for arguments of ours."""
+
+
 def _refuse_others(
     function: str,
     arguments: Mapping[str, Any],
@@ -349,6 +361,9 @@ def _refuse_others(
             room = settings.__module__.rpartition(".")[0]
             typed = f"settings={room}.{settings.__name__}({name}={value!r})"
             raise ArgumentError(f"{function} takes no {name!r} by itself: give {typed}")
+        here = OTHER_NAMES.get(name)
+        if here in allowed:
+            raise ArgumentError(f"{function} takes no {name!r}: here it is {here}={value!r}")
         raise ArgumentError(f"{function} takes no {unknown(name, allowed)}")
 
 

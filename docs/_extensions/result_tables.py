@@ -301,6 +301,33 @@ def three_factor_noise(results: dict[str, Any]) -> Table:
     return head, rows
 
 
+def single_entries(results: dict[str, Any]) -> Table:
+    """Tabulate errors of non-negative and of completed sums, and the time in that of the peer."""
+    head = (
+        "problems",
+        "largest error",
+        "of the peer",
+        "nearest and farthest, in its error",
+        "time in its",
+    )
+    kinds = {
+        "non-negative, exact sums": [r for r in results["non-negative"] if r["noise"] == 0.0],
+        "non-negative, with noise": [r for r in results["non-negative"] if r["noise"] > 0.0],
+        "missing entries": [r for r in results["missing"] if r["status"] != "undetermined"],
+    }
+    rows = []
+    for name, problems in kinds.items():
+        peer = "plain" if name.startswith("missing") else "hals"
+        ratios = [problem["ours"] / problem[peer] for problem in problems]
+        largest = (max(problem[key] for problem in problems) for key in ("ours", peer))
+        seconds = (sum(p[key] for p in problems) for key in ("seconds", f"{peer} seconds"))
+        errors = [f"{error:.2g}" for error in largest]
+        span = f"{min(ratios):.2g} to {max(ratios):.6g}"
+        ours, theirs = seconds
+        rows.append((f"{len(problems)} {name}", *errors, span, f"{ours / theirs:.2f}"))
+    return head, rows
+
+
 def three_factor_condition(results: dict[str, Any]) -> Table:
     """Tabulate error and γ of the last matrix by the type whose penalty was used."""
     row = results["rows"][-1]
@@ -443,6 +470,7 @@ TABLES = {
     "cp": ("cp.json", cp),
     "three-factor-noise": ("three_factor_ends.json", three_factor_noise),
     "three-factor-condition": ("three_factor_ends.json", three_factor_condition),
+    "single-entries": ("single_entries.json", single_entries),
     "route-cost": ("route_cost.json", route_cost),
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),

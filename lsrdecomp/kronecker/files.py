@@ -18,6 +18,9 @@ from lsrdecomp.kronecker.rearrange import factor_shape
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+OTHER_SUFFIXES = (".npz", ".npy", ".mat", ".h5", ".hdf5", ".pt", ".pth", ".pkl", ".csv", ".json")
+"""Names of files that readers of other formats open."""
+
 FILE_KIND = "lsrdecomp.SeparatedMatrix"
 """The kind that a file of a separated matrix names in its header."""
 
@@ -39,10 +42,16 @@ def write_terms(
     ------
     CheckpointError
         If there is something at ``path`` (but for a regular file of this kind with ``overwrite``),
-        or its directory is missing.
+        its directory is missing, or its suffix is that of another format.
     """
     from safetensors.numpy import save
 
+    if path.suffix in OTHER_SUFFIXES:
+        raise CheckpointError(
+            f"the file is safetensors, which a name on {path.suffix} would hide: name it "
+            f"{path.with_suffix('.safetensors').name}",
+            path=path,
+        )
     _check_place(path, overwrite)
     tensors = {"weights": to_numpy(weights)}
     for i, factor in enumerate(factors):
@@ -136,6 +145,12 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
         return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
+
+
+def has_figures(path: Path) -> bool:
+    """Return whether a file of a separated matrix holds the figures of a decomposition."""
+    metadata, _ = _read(path)
+    return "figures" in metadata
 
 
 def read_figures(path: Path) -> dict[str, Any]:

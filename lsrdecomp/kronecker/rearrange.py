@@ -22,11 +22,11 @@ def kron(*factors: Array) -> Array:
     Parameters
     ----------
     *factors : Array, shapes (…, m_i, n_i)
-        The axes in front, such as those of terms, are the same in all.
+        The axes in front, such as those of terms, are the same in all. Or vectors (n_i,), all.
 
     Returns
     -------
-    Array, shape (…, Π m_i, Π n_i)
+    Array, shape (…, Π m_i, Π n_i), or (Π n_i,)
 
     Raises
     ------
@@ -43,6 +43,8 @@ def kron(*factors: Array) -> Array:
     if not factors:
         raise ShapeError("kron needs at least one matrix")
     xp = namespace(*factors)
+    if all(factor.ndim == 1 for factor in factors):
+        return kron(*(factor[None, :] for factor in factors))[0, :]
     product = factors[0]
     for factor in factors[1:]:
         *front, m, n = product.shape

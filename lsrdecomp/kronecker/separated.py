@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +28,7 @@ from lsrdecomp.arrays import (
     to_numpy,
     with_common_dtype,
 )
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.errors import ArgumentError, PrecisionError, ShapeError, unknown
 from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
 from lsrdecomp.kronecker.files import read_terms, write_terms
 from lsrdecomp.kronecker.normalization import (
@@ -49,6 +51,38 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lsrdecomp.kronecker.shape import KroneckerShape
+
+COMPUTING_TYPES = ("float32", "float64", "complex64", "complex128")
+
+OTHER_NAMES = {
+    "A": "toarray()",
+    "B": "factors[0]",
+    "C": "factors[1]",
+    "U": "factors[0]",
+    "V": "factors[1]",
+    "full": "to_matrix()",
+    "gamma": "condition",
+    "rank": "separation_rank",
+    "s": "weights",
+    "singular_values": "weights",
+}
+"""Names of other libraries for attributes of ours."""
+
+WITHOUT_FORMING = {
+    "det": "lsrdecomp.operators.det(A)",
+    "eig": "lsrdecomp.operators.eigenvalues(A)",
+    "eigh": "lsrdecomp.operators.eigh(A)",
+    "eigvals": "lsrdecomp.operators.eigenvalues(A)",
+    "eigvalsh": "lsrdecomp.operators.eigenvalues(A)",
+    "inv": "lsrdecomp.operators.inv(A)",
+    "norm": "A.norm",
+    "pinv": "lsrdecomp.operators.pinv(A)",
+    "slogdet": "lsrdecomp.operators.slogdet(A)",
+    "solve": "lsrdecomp.operators.solve(A, b)",
+    "svd": "lsrdecomp.operators.svd(A)",
+    "trace": "A.trace()",
+}
+"""Functions of ``numpy.linalg``, and what does the same without forming the matrix."""
 
 UFUNC_OPERATORS = {
     np.matmul: "matmul",
@@ -76,13 +110,13 @@ class SeparatedMatrix:
 
     **Contents.** A chapter each, in this order below:
 
-    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype
-      parameters norm condition to_matrix max_formed_entries``
+    - *Terms*: ``from_factors weights factors terms separation_rank order kronecker_shape shape
+      dtype parameters nbytes norm condition to_matrix max_formed_entries``
     - *Form*: ``canonical truncate folded round_to astype in_double``
     - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
     - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose
-      adjoint``, ``ndim size to_numpy toarray to_linear_operator``; NumPy, SciPy and torch take it
-      as it is
+      adjoint``, ``ndim size to_numpy toarray todense to_linear_operator``; NumPy, SciPy and torch
+      take it as it is; ``==`` compares the terms
     - *Entries*: ``A[i, j]``, rows and columns, ``diagonal``, ``trace``
     - *Files*: ``save``, ``load``
 
@@ -114,8 +148,14 @@ class SeparatedMatrix:
     # --- Terms ---------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        shape = factor_shape(self.factors)
-        check_weights(shape, self.factors, self.weights)
+        try:
+            shape = factor_shape(self.factors)
+            check_weights(shape, self.factors, self.weights)
+        except AttributeError as error:
+            raise ArgumentError(
+                "a SeparatedMatrix holds arrays: weights (s,) and factors (s, m_i, n_i) of norm "
+                "one; SeparatedMatrix.from_factors(factors, weights) takes lists, and any norm"
+            ) from error
         object.__setattr__(self, "kronecker_shape", shape)
         if is_jax(self.weights):
             register_pytree(SeparatedMatrix)
@@ -205,6 +245,26 @@ class SeparatedMatrix:
             return 1.0
         return norm(self.weights) / self.norm if self.norm > 0.0 else math.inf
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and factors as they are in memory."""
+        return sum(int(array.nbytes) for array in (self.weights, *self.factors))
+
+    def terms(self) -> list[tuple[Array, ...]]:
+        """Return the factors of each term, d matrices, λ_k in the first.
+
+        >>> import numpy as np
+        >>> import lsrdecomp as lsr
+        >>> matrix = np.arange(36.0).reshape(6, 6)
+        >>> terms = lsr.decompose(matrix, "2x2, 3x3", rank=4).terms()
+        >>> np.allclose(sum(np.kron(A, B) for A, B in terms), matrix)
+        True
+        """
+        first, *others = self.factors
+        scaled = first * self._coefficients[:, None, None]
+        stacks = (scaled, *others)
+        return [tuple(stack[k] for stack in stacks) for k in range(self.separation_rank)]
+
     def to_matrix(self) -> Array:
         """Return the matrix, formed; shape (rows, columns)."""
         return sum_of_kroneckers(self.factors, self._coefficients)
@@ -215,6 +275,24 @@ class SeparatedMatrix:
         if not is_complex(self.factors[0]):
             return self.weights
         return namespace(*self.factors).astype(self.weights, self.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a sum of the same terms, bit for bit, in the same order."""
+        if not isinstance(other, SeparatedMatrix):
+            return NotImplemented
+        if self.kronecker_shape != other.kronecker_shape:
+            return False
+        pairs = zip((self.weights, *self.factors), (other.weights, *other.factors), strict=True)
+        return all(np.array_equal(to_numpy(a), to_numpy(b)) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.kronecker_shape, self.separation_rank))
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell where an attribute of another library is found here."""
+        if name in OTHER_NAMES:
+            raise AttributeError(f"a separated matrix has no {name!r}: see {OTHER_NAMES[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -291,12 +369,22 @@ class SeparatedMatrix:
             weights = weights / power
         return self.from_factors(rounded, weights)
 
-    def astype(self, name: str) -> SeparatedMatrix:
+    def astype(self, dtype: Any) -> SeparatedMatrix:
         """Return the same terms in another element type for computing.
 
-        One of ``float32``, ``float64``, ``complex64`` and ``complex128``.
+        ``float32``, ``float64``, ``complex64`` or ``complex128``: the name, or a type of any
+        library such as ``numpy.float32``. Raises `PrecisionError` for another.
         """
         xp = namespace(*self.factors)
+        full_name = str(getattr(dtype, "__name__", dtype))
+        name = full_name.rpartition(".")[2]  # "torch.float32"
+        with suppress(TypeError):
+            name = np.dtype(name).name  # NumPy's other words, such as "f4"
+        if name not in COMPUTING_TYPES:
+            raise PrecisionError(
+                f"astype: a type for computing is {unknown(name, COMPUTING_TYPES)}; "
+                "round_to rounds to types for storage"
+            )
         dtype = getattr(xp, name)
         real_name = {"complex64": "float32", "complex128": "float64"}.get(name, name)
         weights = xp.astype(self.weights, getattr(xp, real_name))
@@ -609,6 +697,10 @@ class SeparatedMatrix:
         """Return the formed matrix as a NumPy array, whatever its size; as SciPy's matrices do."""
         return to_numpy(self.to_matrix())
 
+    def todense(self) -> np.ndarray:
+        """Return the formed matrix as a NumPy array: `toarray`."""
+        return self.toarray()
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Answer ``x @ A``, ``np.matmul(A, x)``, ``2 * A``, … by the operators of this class.
 
@@ -622,6 +714,22 @@ class SeparatedMatrix:
             return getattr(right, f"__r{operator}__")(left)
         formed = [np.asarray(x) if isinstance(x, SeparatedMatrix) else x for x in inputs]
         return getattr(ufunc, method)(*formed, **kwargs)
+
+    def __array_function__(
+        self, function: Any, types: Any, arguments: Any, options: dict[str, Any]
+    ) -> Any:
+        """Let NumPy's functions take the formed matrix; those of linear algebra warn of it."""
+        name = function.__name__
+        if function.__module__ == "numpy.linalg" and name in WITHOUT_FORMING:
+            rows, columns = self.shape
+            warnings.warn(
+                f"numpy.linalg.{name} forms the matrix, {rows:,} × {columns:,} entries; "
+                f"{WITHOUT_FORMING[name]} does not, where that is possible",
+                UserWarning,
+                stacklevel=2,
+            )
+        array = np.empty(0)
+        return array.__array_function__(function, (np.ndarray,), arguments, options)
 
     def _form(self, verb: str) -> Array:
         """Return the matrix, formed, unless it is larger than a caller may expect."""

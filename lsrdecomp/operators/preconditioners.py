@@ -43,7 +43,7 @@ MIN_CHANGE = 1e-13
 
 @one_thread_for_small_factors
 def nearest_kronecker(
-    matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str
+    matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced"
 ) -> SeparatedMatrix:
     """Return the one Kronecker product nearest to a matrix in the Frobenius norm.
 
@@ -54,7 +54,8 @@ def nearest_kronecker(
     matrix : array, scipy sparse matrix, SeparatedMatrix, LinearOperator or other target
     shape : KroneckerShape, sizes or text
         Factors of the product, also as ``"2x2, 2x2"``; two, or any number for arrays and separated
-        matrices.
+        matrices. "balanced" splits both sides into two factors as evenly as their divisors allow,
+        and a separated matrix as it is.
 
     Returns
     -------
@@ -76,6 +77,9 @@ def nearest_kronecker(
     >>> bool(np.allclose(nearest.to_matrix(), np.kron(A, B), atol=2e-3))
     True
     """
+    if isinstance(shape, str) and shape == "balanced":
+        is_separated = isinstance(matrix, SeparatedMatrix)
+        shape = matrix.kronecker_shape if is_separated else KroneckerShape.balanced(matrix.shape)
     shape = KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
         nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _nearest_term(matrix)

@@ -143,7 +143,7 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
 
 def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """Return (sign, log|det|) of one term; see `lsrdecomp.operators.slogdet`."""
-    if check_separated(matrix).separation_rank == 0 and matrix.shape[0] == matrix.shape[1]:
+    if is_singular_by_its_sizes(matrix):
         return 0.0, -math.inf
     factors = square_factors(matrix, "a determinant")
     size = matrix.shape[0]
@@ -382,6 +382,16 @@ def one_term(matrix: SeparatedMatrix, what: str) -> list[Array]:
             "`nearest_kronecker` and `approximate_inverse` approximate"
         )
     return [factor[0, :, :] for factor in matrix.factors]
+
+
+def is_singular_by_its_sizes(matrix: SeparatedMatrix) -> bool:
+    """Return whether a square matrix has terms of too small a rank, such as 2×3 ⊗ 3×2.
+
+    A term of rank Π min(m_i, n_i) at most has determinant zero where its factors are not square.
+    """
+    rows, columns = check_separated(matrix).shape
+    rank_of_term = math.prod(min(factor) for factor in matrix.kronecker_shape.factors)
+    return rows == columns and matrix.separation_rank * rank_of_term < rows
 
 
 def square_factors(matrix: SeparatedMatrix, what: str) -> list[Array]:

@@ -12,7 +12,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
 from lsrdecomp.operators.factor_threads import one_thread_for_small_factors
 from lsrdecomp.operators.host import check_separated, to_host
-from lsrdecomp.operators.single_term import slogdet_of_term
+from lsrdecomp.operators.single_term import is_singular_by_its_sizes, slogdet_of_term
 from lsrdecomp.operators.term_gradients import (
     log_det_with_gradient,
     requires_gradient,
@@ -40,7 +40,8 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     Raises
     ------
     ShapeError
-        For factors that are not square.
+        For a matrix that is not square, and for sums of factors that are not, unless their terms
+        have so small a rank together that the determinant is zero.
     MatrixError
         For sums without common bases.
 
@@ -53,7 +54,7 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     >>> float(sign), round(float(log / np.log(10.0)), 6)
     (1.0, 20000.0)
     """
-    if check_separated(matrix).separation_rank <= 1:
+    if check_separated(matrix).separation_rank <= 1 or is_singular_by_its_sizes(matrix):
         return slogdet_of_term(matrix)
     needs_gradient = requires_gradient(matrix)
     terms = to_host(without_graph(matrix) if needs_gradient else matrix)

@@ -6,10 +6,11 @@ Each function draws on axes and returns them; it computes and saves nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
-from lsrdecomp.errors import needs
+from lsrdecomp.errors import ArgumentError, needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ def plot_error_curves(
     storage: str = "float16",
     storages: Sequence[str] = (),
     limits: Iterable[Limit] = (),
+    labels: Sequence[str] = (),
     ax: Axes | None = None,
 ) -> Axes:
     """Draw relative errors against separation rank, parameters or bytes, one line a curve.
@@ -57,11 +59,18 @@ def plot_error_curves(
         Element types whose rounding floor γ·μ is drawn as a dotted line.
     limits : iterable of Limit
         Reference lines on the axis of bytes.
+    labels : sequence of str
+        Names of the curves; absent, their shapes, numbered where two are alike.
     ax : matplotlib Axes, optional
 
     Returns
     -------
     Axes
+
+    Raises
+    ------
+    ArgumentError
+        If there are not as many labels as curves.
 
     Examples
     --------
@@ -77,9 +86,9 @@ def plot_error_curves(
     ax = ax if ax is not None else new_axes()
     listed = [curves] if isinstance(curves, ErrorCurve) else list(curves)
     # 1. The curves, on logarithmic axes.
-    for i, curve in enumerate(listed):
+    for i, (curve, label) in enumerate(zip(listed, _labels(listed, labels), strict=True)):
         x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
-        _line(ax, x, y, i, curve.label)
+        _line(ax, x, y, i, label)
     ax.set_yscale("log")
     if against != "ranks":
         ax.set_xscale("log")
@@ -98,6 +107,22 @@ def plot_error_curves(
     dress(ax, names.get(against, against), "relative Frobenius error")
     name_lines(ax)
     return ax
+
+
+def _labels(curves: Sequence[ErrorCurve], labels: Sequence[str]) -> list[str]:
+    """Return a name for each curve: those that were given, or their shapes, told apart."""
+    if labels and len(labels) != len(curves):
+        raise ArgumentError(f"labels: {len(labels)} names for {len(curves)} curves")
+    if labels:
+        return list(labels)
+    names = [curve.label for curve in curves]
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    told_apart = []
+    for name in names:
+        seen[name] += 1
+        told_apart.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return told_apart
 
 
 def plot_pareto(

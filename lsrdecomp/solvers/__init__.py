@@ -9,7 +9,8 @@ Two factors
 
 Any number of factors
     `ALS`              regularized alternating least squares, then Levenberg–Marquardt
-    `TensorLyCP`       TensorLy's decompositions: constrained factors, missing entries
+    `WeightedALS`      least squares over known or weighted entries, and non-negative factors
+    `TensorLyCP`       TensorLy's decompositions: sparse, smooth and monotone factors
 
 Pairs (the two sides of a LoRA layer)
     `JointALS`         least squares of the product, in a weighted norm if there are statistics

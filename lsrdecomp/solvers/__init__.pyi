@@ -1,6 +1,7 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .cp.als import ALS as ALS
 from .cp.tensorly import TensorLyCP as TensorLyCP
+from .cp.weighted_als import WeightedALS as WeightedALS
 from .decomposition import Decomposition as Decomposition
 from .pair.factorwise import FactorwiseSVD as FactorwiseSVD
 from .pair.joint_als import JointALS as JointALS

@@ -13,7 +13,7 @@ from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.cp.als import ALS
-from lsrdecomp.solvers.cp.tensorly import TensorLyCP
+from lsrdecomp.solvers.cp.weighted_als import WeightedALS
 from lsrdecomp.solvers.matrix import MatrixSolver
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
@@ -92,11 +92,11 @@ def choose_solver(
     timings of ``benchmarks/solvers/two_factors.py``, whose records are
     ``benchmarks/results/solvers-*.json``. The error may exceed the optimum by a thousandth; the
     record states by how much. Any other number of factors: alternating least squares, with the
-    penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `TensorLyCP`, which
+    penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `WeightedALS`, which
     fits those alone.
     """
     if isinstance(target, KnownEntries):
-        return TensorLyCP()
+        return WeightedALS()
     shape = shape.essential
     if shape.order != 2:
         is_precision = storage is None or storage in PRECISIONS

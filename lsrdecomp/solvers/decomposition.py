@@ -10,7 +10,7 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import Array, is_complex, to_numpy
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.number_formats import storage_format
-from lsrdecomp.kronecker.files import read_figures, read_terms, write_terms
+from lsrdecomp.kronecker.files import has_figures, read_figures, read_terms, write_terms
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import LARGE_CONDITION, PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.solver import ErrorKind, Event, Status, Sweep
@@ -44,6 +44,8 @@ class Decomposition(SeparatedMatrix):
         How much smaller the relative error of any matrix of as many terms could be, where that is
         known.
     gap_kind : ErrorKind
+    note : str
+        A sentence of the solver on this answer, at the end of ``remark``.
     stored : StoredMatrix, optional
         The number formats and codes that are written, where a budget was given; None in what `load`
         returns.
@@ -72,6 +74,7 @@ class Decomposition(SeparatedMatrix):
     sweeps: tuple[Sweep, ...] = ()
     optimality_gap: float | None = None
     gap_kind: ErrorKind = ErrorKind.estimated
+    note: str = ""
     stored: Any = None  # a `StoredMatrix`
     stored_bytes: int | None = None
 
@@ -116,6 +119,8 @@ class Decomposition(SeparatedMatrix):
                 f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this "
                 'shape; see shape="search", or best_shape(pad=True) where sizes are prime.'
             )
+        if self.note:
+            remark = f"{remark} {self.note}"
         return remark + self._remark_on_condition()
 
     def _remark_on_condition(self) -> str:
@@ -173,6 +178,7 @@ class Decomposition(SeparatedMatrix):
             "error_kind": self.error_kind.name,
             "optimality_gap": self.optimality_gap,
             "gap_kind": self.gap_kind.name,
+            "note": self.note,
             "sweeps": [{**asdict(sweep), "event": sweep.event.name} for sweep in self.sweeps],
             "stored_bytes": self.bytes if self.stored is not None else self.stored_bytes,
         }
@@ -223,6 +229,7 @@ class Decomposition(SeparatedMatrix):
                 ),
                 optimality_gap=figures["optimality_gap"],
                 gap_kind=ErrorKind[figures["gap_kind"]],
+                note=str(figures["note"]),
                 stored_bytes=figures["stored_bytes"],
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -262,3 +269,36 @@ class Decomposition(SeparatedMatrix):
             ("condition γ", f"{self.condition:.3g}"),
         )
         return markup.facts("Decomposition", figures, self.status.value + self.remark)
+
+
+def load(path: str | Path) -> SeparatedMatrix:
+    """Read a file that ``save`` of a decomposition or of a separated matrix wrote, bit for bit.
+
+    Parameters
+    ----------
+    path : path
+
+    Returns
+    -------
+    Decomposition or SeparatedMatrix
+        The one that was saved.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is missing, damaged, or of another kind.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     again = lsr.load(result.save(f"{folder}/result.safetensors"))
+    >>> again == result, again.relative_error == result.relative_error
+    (True, True)
+    """
+    if has_figures(Path(path)):
+        return Decomposition.load(path)
+    return SeparatedMatrix.load(path)

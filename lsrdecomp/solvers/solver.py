@@ -41,6 +41,10 @@ class Status(Enum):
         "Terms cancel: γ·μ·‖M‖ is above the budget, so the stored error would be rounding. "
         "Raise the penalty on λ, store in a finer type, or use fewer terms."
     )
+    undetermined = (
+        "The known entries do not determine all of the sum: see the remark. "
+        "Ask for fewer terms, or give more entries."
+    )
     stalled = (
         "The error stopped falling above the budget. Allow more terms, or another seed or start."
     )
@@ -142,6 +146,8 @@ class Solution:
     gap_kind: ErrorKind = ErrorKind.estimated
     # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
     relative_error: float | None = None
+    # A sentence on this answer that the status does not have; the record's remark ends with it
+    note: str = ""
 
 
 class Solver(Protocol):

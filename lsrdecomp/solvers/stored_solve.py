@@ -103,6 +103,7 @@ def measure(
         sweeps=solution.sweeps,
         optimality_gap=solution.optimality_gap,
         gap_kind=solution.gap_kind,
+        note=solution.note,
     )
 
 
@@ -113,7 +114,7 @@ def _status(
     goal: float | None,
 ) -> Status:
     """Judge a solver's status by the measured error of the stored terms and, if missed, their γ."""
-    if goal is None:
+    if goal is None or status is Status.undetermined:
         return status
     if error <= goal * (1.0 + 1e-12):
         return Status.converged

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp.errors import ArgumentError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets.operator import Operator
 from lsrdecomp.targets.row_stream import RowStream
@@ -13,13 +15,17 @@ from lsrdecomp.targets.separated_target import Separated
 from lsrdecomp.targets.sparse import Sparse
 from lsrdecomp.targets.target import Dense, Target
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 def as_target(matrix: Any) -> Target:
     """Return the target that a solver works on, from what a caller has.
 
-    A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array
-    `Sparse`, a ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a
-    scipy ``LinearOperator``) an `Operator`, and anything else `Dense`.
+    A target stays as it is. A `SeparatedMatrix` becomes `Separated`; a sparse matrix or array of
+    SciPy, of the package sparse or of torch `Sparse`; a ``numpy.memmap`` and an array of dask a
+    `RowStream`; anything that offers ``matmat`` or ``matvec`` (a scipy ``LinearOperator``) an
+    `Operator`; and anything else `Dense`.
 
     Parameters
     ----------
@@ -28,6 +34,11 @@ def as_target(matrix: Any) -> Target:
     Returns
     -------
     Target
+
+    Raises
+    ------
+    ArgumentError
+        For a tensor of torch without numbers (``device="meta"``).
 
     Examples
     --------
@@ -45,8 +56,40 @@ def as_target(matrix: Any) -> Target:
         return Separated(matrix)
     if hasattr(matrix, "tocoo") and hasattr(matrix, "nnz"):
         return Sparse(matrix)
+    if hasattr(matrix, "to_scipy_sparse"):  # of the package sparse
+        return Sparse(matrix.to_scipy_sparse())
+    if str(getattr(matrix, "layout", "")).startswith("torch.sparse"):
+        return Sparse(_from_torch_sparse(matrix))
+    if getattr(matrix, "is_meta", False):
+        raise ArgumentError(
+            f"matrix: a tensor of shape {tuple(matrix.shape)} on the meta device has no numbers; "
+            "load it on a device first"
+        )
     if isinstance(matrix, np.memmap):
         return RowStream.of(matrix)
+    if hasattr(matrix, "dask") and hasattr(matrix, "chunks"):
+        return _dask_stream(matrix)
     if hasattr(matrix, "matvec") and not hasattr(matrix, "__array__"):
         return Operator(matrix)
     return Dense(matrix)
+
+
+def _from_torch_sparse(tensor: Any) -> Any:
+    """Return a sparse tensor of torch, of any layout, as a sparse array of SciPy."""
+    from scipy.sparse import coo_array
+
+    entries = tensor.detach().to_sparse_coo().coalesce()
+    rows, columns = entries.indices().cpu().numpy()
+    return coo_array((entries.values().cpu().numpy(), (rows, columns)), shape=tuple(entries.shape))
+
+
+def _dask_stream(array: Any) -> RowStream:
+    """Return an array of dask as a stream of its chunks of rows, one in memory at a time."""
+    ends = np.cumsum(array.chunks[0]).tolist()
+
+    def blocks() -> Iterator[Any]:
+        for start, end in itertools.pairwise([0, *ends]):
+            yield array[start:end].compute()
+
+    rows, columns = array.shape
+    return RowStream(blocks, (int(rows), int(columns)))

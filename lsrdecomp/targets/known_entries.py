@@ -1,4 +1,4 @@
-"""KnownEntries: a matrix with missing entries; its norm and errors are those of the known ones."""
+"""KnownEntries: a matrix with missing or weighted entries, which its norm and errors count so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from lsrdecomp.arrays import as_floating, finite_norm, norm, require_matrix, to_numpy
-from lsrdecomp.errors import LsrError, ShapeError
+from lsrdecomp.errors import BudgetError, LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.targets.residual import Approximation, cached_row_blocks, check_sizes, rows_of
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KnownEntries:
-    """A matrix with missing entries, in NumPy.
+    """A matrix with missing entries, or with a weight for each, in NumPy.
 
-    `decompose` fits the known entries alone, by `solvers.TensorLyCP`, and measures its error on
-    them: what the sum of Kronecker products says of the others is a prediction.
+    `decompose` fits the known entries alone, by `solvers.WeightedALS`, and measures its error on
+    them, (Σ w |M − M̂|²)^½: what the sum of Kronecker products says of the others is a prediction.
 
     Parameters
     ----------
@@ -33,11 +33,16 @@ class KnownEntries:
         What stands in a missing entry is not read; it may be NaN.
     known : array_like of bool, shape (m, n), optional
         Which entries are known; absent, all that are not NaN.
+    weights : array_like, shape (m, n), optional
+        Weights w ≥ 0 of the squared errors of the entries, such as one over their variance; an
+        entry of weight zero is missing. Absent, known entries count alike.
 
     Raises
     ------
     ShapeError
-        If the two differ in shape, or no entry is known.
+        If shapes differ, or no entry is known.
+    BudgetError
+        If a weight is negative or not finite.
     PrecisionError
         If a known entry is not finite.
 
@@ -57,6 +62,7 @@ class KnownEntries:
 
     matrix: Any
     known: Any = None
+    weights: Any = None
 
     def __post_init__(self) -> None:
         matrix = as_floating(to_numpy(self.matrix))
@@ -64,10 +70,15 @@ class KnownEntries:
         known = ~np.isnan(matrix) if self.known is None else np.asarray(self.known, dtype=bool)
         if known.shape != matrix.shape:
             raise ShapeError(f"known has the shape {known.shape}, the matrix {matrix.shape}")
+        weights = known.astype(np.float64)
+        if self.weights is not None:
+            weights = known * _checked_weights(self.weights, matrix.shape)
+            known = weights > 0.0
         if not known.any():
             raise ShapeError(f"none of the {matrix.size:,} entries is known")
         object.__setattr__(self, "matrix", np.where(known, matrix, 0.0).astype(matrix.dtype))
         object.__setattr__(self, "known", known)
+        object.__setattr__(self, "weights", weights)
         self.norm  # noqa: B018 - refuses entries that are not finite
 
     @property
@@ -78,28 +89,39 @@ class KnownEntries:
 
     @cached_property
     def norm(self) -> float:
-        """‖M‖_F over the known entries."""
-        return finite_norm(self.matrix)
+        """(Σ w |M|²)^½ over the known entries."""
+        finite_norm(self.matrix)  # names an entry that is not finite
+        return finite_norm(np.sqrt(self.weights) * self.matrix)
 
     def tensors(self, shape: KroneckerShape) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        """Return R(M), zero where an entry is missing, and R of the mask, one where it is known."""
+        """Return R(M), zero where an entry is missing, and R of the weights."""
         shape.check(self.shape)
-        return rearrange(self.matrix, shape), rearrange(self.known.astype(np.float64), shape)
+        return rearrange(self.matrix, shape), rearrange(self.weights, shape)
 
     def rearranged(self, shape: KroneckerShape) -> NoReturn:
         """Refuse the rearrangement, from which solvers would take missing entries for zeros."""
         raise LsrError(
-            f"{shape}: a matrix with missing entries is fitted by solver=TensorLyCP(); for others "
+            f"{shape}: a matrix with missing entries is fitted by solver=WeightedALS(); for others "
             "fill the entries in first"
         )
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """Return ‖M − M̂‖_F over the known entries, in double precision."""
+        """Return (Σ w |M − M̂|²)^½ over the known entries, in double precision."""
         check_sizes(self.shape, approximation.shape)
         approximate_rows = rows_of(approximation)
         parts = []
         for rows in cached_row_blocks(*self.shape):
             difference = self.matrix[rows].astype(np.result_type(self.matrix, np.float64))
             difference -= to_numpy(approximate_rows(rows))
-            parts.append(norm(difference * self.known[rows]))
+            parts.append(norm(difference * np.sqrt(self.weights[rows])))
         return math.hypot(*parts)
+
+
+def _checked_weights(weights: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return weights of entries in double precision, or refuse them."""
+    checked = np.asarray(to_numpy(weights), dtype=np.float64)
+    if checked.shape != shape:
+        raise ShapeError(f"weights have the shape {checked.shape}, the matrix {shape}")
+    if not (np.all(np.isfinite(checked)) and np.all(checked >= 0.0)):
+        raise BudgetError("weights of entries must be finite and not negative")
+    return checked

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, as_floating, finite_norm, require_matrix
+from lsrdecomp.arrays import Array, as_double, as_floating, finite_norm, norm, require_matrix
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets.contract import require_formable, require_two_factors
-from lsrdecomp.targets.residual import Approximation, check_sizes, residual_norm
+from lsrdecomp.targets.residual import (
+    Approximation,
+    cached_row_blocks,
+    check_sizes,
+    pair_core,
+    residual_norm,
+    separated_distance,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +29,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lsrdecomp.kronecker.shape import KroneckerShape
+
+
+MAX_DENSE_RESIDUAL = 2**21
+"""Entries of a residual from which inner products are tried first, as for arrays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,20 +146,57 @@ class Sparse:
     def residual_norm(self, approximation: Approximation) -> float:
         """Return ‖M − M̂‖_F.
 
-        From the core alone where M̂ has three and more factors that vanish wherever the core does.
+        Of a sum of Kronecker products from what it has in common with the core, so that the empty
+        part of M costs nothing: of two factors always, of three and more where the sum vanishes
+        wherever the core does.
         """
         check_sizes(self.shape, approximation.shape)
-        if (
-            isinstance(approximation, SeparatedMatrix)
-            and approximation.order > 2
-            and approximation.separation_rank > 0
-        ):
+        if not isinstance(approximation, SeparatedMatrix):
+            return residual_norm(self.shape, self._dense_rows, approximation)
+        if approximation.separation_rank == 0:
+            return self.norm
+        if approximation.order == 2:
+            return self._distance_of_two_factors(approximation)
+        if approximation.order > 2:
             core, places = self._core_and_places(approximation.kronecker_shape)
             columns = _covered_columns(approximation.factors, places)
             if columns is not None:
                 weights = np.asarray(approximation.weights, dtype=np.float64)
                 return _core_distance(core, columns, weights)
         return residual_norm(self.shape, self._dense_rows, approximation)
+
+    def _distance_of_two_factors(self, approximation: SeparatedMatrix) -> float:
+        """Return ‖M − M̂‖_F from the rows and columns of R(M) that hold entries, and the others."""
+        rearranged = self.rearranged(approximation.kronecker_shape)
+        entries = rearranged.matrix.tocoo()
+        rows, row = np.unique(entries.row, return_inverse=True)
+        columns, column = np.unique(entries.col, return_inverse=True)
+        if rows.size * columns.size > MAX_DENSE_RESIDUAL:
+            distance = separated_distance(rearranged, self.norm, self.norm, approximation)
+            if distance is not None:
+                return distance
+        weights = np.asarray(approximation.weights, dtype=np.float64)
+        first, second = (
+            np.reshape(as_double(factor), (factor.shape[0], -1)).T
+            for factor in approximation.factors
+        )
+        first = first * weights
+        # Distance 1: where R(M) has rows and columns with entries, block by block.
+        from scipy.sparse import csr_array
+
+        core = csr_array((entries.data, (row, column)), shape=(rows.size, columns.size))
+        parts = []
+        for block in cached_row_blocks(rows.size, columns.size):
+            sums = first[rows[block]] @ second[columns].T
+            parts.append(norm(as_double(core[block].toarray()) - sums))
+        # Distance 2: M̂ where R(M) has none.
+        hidden_second = np.delete(second, columns, axis=0)
+        if np.any(hidden_second):
+            parts.append(norm(pair_core([first[rows]], [hidden_second.conj()])))
+        hidden_first = np.delete(first, rows, axis=0)
+        if np.any(hidden_first):
+            parts.append(norm(pair_core([hidden_first], [second.conj()])))
+        return math.hypot(*parts)
 
     def _dense_rows(self, rows: slice) -> Array:
         return self.matrix[rows.start : rows.stop].toarray()

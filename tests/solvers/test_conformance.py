@@ -23,6 +23,7 @@ ROWS = [
     Row(solvers.BatchedKrylov()),
     Row(solvers.Greedy(), orders=(2, 3), excess=1e-2),
     Row(solvers.ALS(storage="float64"), orders=(3,), excess=1e-2, rounding=1e-6),
+    Row(solvers.WeightedALS(), orders=(2, 3), excess=1e-2, rounding=1e-4),
     Row(solvers.TensorLyCP(), orders=(3,), libraries=("numpy",), excess=1e-2, rounding=1e-4),
 ]
 PAIR_ROWS = [

@@ -5,7 +5,15 @@ import pytest
 
 from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, LsrError, decompose
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
-from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, TensorLyCP
+from lsrdecomp.solvers import (
+    ALS,
+    SVD,
+    BatchedKrylov,
+    BlockGolubKahan,
+    Gram,
+    TensorLyCP,
+    WeightedALS,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -59,7 +67,9 @@ def test_gradients_of_a_pair_agree_with_finite_differences(problem, rng):
     assert slope == pytest.approx(along(left @ right, direction @ right, weights), rel=1e-5)
 
 
-@pytest.mark.parametrize("solver", [ALS(), TensorLyCP()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "solver", [ALS(), TensorLyCP(), WeightedALS(non_negative=True)], ids=lambda s: type(s).__name__
+)
 def test_what_passes_no_gradients_refuses_them(solver):
     cube = KroneckerShape(((2, 2), (2, 2), (2, 2)))
     given = torch.eye(8, dtype=torch.float64, requires_grad=True)

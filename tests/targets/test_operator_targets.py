@@ -1,5 +1,7 @@
 """Every kind of target says of a matrix what the dense one says, and bad ones are refused."""
 
+import types
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -9,7 +11,7 @@ from oracles import assert_close
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.errors import ArgumentError, PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
@@ -315,3 +317,85 @@ def test_the_error_of_single_precision_is_measured_in_double(kind, dtype, rng):
     truth, size = (float(np.sqrt(np.sum(np.abs(x) ** 2))) for x in (rest, exact))
     assert target.norm == pytest.approx(size, rel=1e-12)
     assert record.relative_error == pytest.approx(truth / size, rel=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_error_of_two_factors_of_a_sparse_matrix_is_that_of_all_entries(
+    kind, large, rng, monkeypatch
+):
+    filled = rng.standard_normal((24, 30)) * (rng.random((24, 30)) < 0.02)
+    if kind == "complex":
+        filled = filled * (1.0 + 2.0j)
+    # Terms that have entries where the matrix has none.
+    shape = KroneckerShape(((4, 5), (6, 6)))
+    factors = [rng.standard_normal((2, *size)) for size in shape.factors]
+    other = SeparatedMatrix.from_factors(factors, np.array([2.0, 0.5]))
+    if large:
+        monkeypatch.setattr("lsrdecomp.targets.sparse.MAX_DENSE_RESIDUAL", 0)
+    target = Sparse(scipy.sparse.csr_array(filled))
+    for approximation in (decompose(filled, shape, rank=2).approximation, other):
+        expected = np.linalg.norm(filled - approximation.to_matrix())
+        assert target.residual_norm(approximation) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_sparse_matrix_costs_what_it_stores_not_what_it_spans(monkeypatch):
+    monkeypatch.setattr(Sparse, "_dense_rows", None)  # would be 4 billion numbers
+    places = np.arange(5) * 13_000
+    matrix = scipy.sparse.csr_array((np.ones(5), (places, places)), shape=(65_536, 65_536))
+    exact = decompose(matrix, "256x256, 256x256", rank=5)
+    assert exact.relative_error < 1e-12
+    fewer = decompose(matrix, "256x256, 256x256", rank=2)
+    assert fewer.relative_error == pytest.approx(np.sqrt(3 / 5), rel=1e-9)
+
+
+class SparsePackageArray:
+    """What matters here of an array of the package sparse."""
+
+    def __init__(self, matrix):
+        self.to_scipy_sparse = lambda: scipy.sparse.coo_array(matrix)
+
+
+class DaskArray:
+    """What matters here of an array of dask, in chunks of seven rows; counts what is computed."""
+
+    dask = "a graph"
+
+    def __init__(self, matrix):
+        self.matrix = matrix
+        self.shape = matrix.shape
+        full, rest = divmod(len(matrix), 7)
+        self.chunks = ((7,) * full + (rest,) * bool(rest), (matrix.shape[1],))
+        self.heights = []
+
+    def __getitem__(self, rows):
+        def compute():
+            self.heights.append(rows.stop - rows.start)
+            return self.matrix[rows]
+
+        return types.SimpleNamespace(compute=compute)
+
+
+def test_sparse_and_lazy_arrays_of_other_packages_are_read(rng):
+    matrix = rng.standard_normal((24, 30)) * (rng.random((24, 30)) < 0.3)
+    expected = decompose(matrix, "4x5, 6x6", rank=3)
+    lazy = DaskArray(matrix)
+    for other in (SparsePackageArray(matrix), lazy):
+        result = decompose(other, "4x5, 6x6", rank=3)
+        assert result.relative_error == pytest.approx(expected.relative_error, rel=1e-9)
+    assert max(lazy.heights) == 7
+
+
+@pytest.mark.parametrize("layout", ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_tensors_of_torch_are_read(layout, rng):
+    torch = pytest.importorskip("torch")
+    matrix = rng.standard_normal((24, 30)) * (rng.random((24, 30)) < 0.3)
+    expected = decompose(matrix, "4x5, 6x6", rank=3)
+    result = decompose(getattr(torch.tensor(matrix), layout)(), "4x5, 6x6", rank=3)
+    assert result.relative_error == pytest.approx(expected.relative_error, rel=1e-9)
+
+
+def test_a_tensor_without_numbers_is_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ArgumentError, match="on the meta device has no numbers"):
+        decompose(torch.empty(24, 30, device="meta"), "4x5, 6x6", rank=3)

@@ -185,6 +185,7 @@ class ALS(MatrixSolver):
         goal = problem.relative_goal or 0.0
 
         def matrix_of(terms: CPTerms) -> SeparatedMatrix:
+            terms = terms.merged()
             expanded = CPTerms(terms.weights, rearranged.expand(terms.columns))
             return expanded.to_separated(shape, size)
 

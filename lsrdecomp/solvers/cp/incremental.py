@@ -178,7 +178,10 @@ class CoreFit:
         """Return whether a misfit is so near the goal that the penalty alone may be in the way."""
         if not error > self.goal > ROUNDING:
             return False
-        near = 2.5 * self.goal
+        # Terms of noise, each of which gains little, have no more to gain from Newton steps than
+        # three further terms would bring.
+        gain_of_three = (previous_error / error) ** 3
+        near = min(2.5, gain_of_three) * self.goal
         # After a large gain the true rank may be reached, and the guiding penalty alone holds the
         # terms up.
         after_large_gain = 0.3 * previous_error

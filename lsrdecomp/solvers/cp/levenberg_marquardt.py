@@ -153,7 +153,7 @@ class _Iterate:
 
 
 @dataclass(slots=True)
-class _Damping:
+class Damping:
     """The damping of JᴴJ, in units of its diagonal, by Nielsen's rule; start and limits by hand."""
 
     value: float = 1e-4
@@ -182,7 +182,7 @@ def _accepted_steps(
     # Small gains in a row before the search ends: one short step may be the damping's doing.
     patience = 3
     current = _Iterate.at(core, stack, layout, ridge)
-    damping = _Damping()
+    damping = Damping()
     n_small_gains = 0
     while True:
         # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
@@ -221,7 +221,7 @@ def _damped_steps(
     normal: _NormalEquations,
     columns: Sequence[np.ndarray],
     gradient: np.ndarray,
-    damping: _Damping,
+    damping: Damping,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield steps, each damped more than the one before, and how they bend along the valley [2]_.
 

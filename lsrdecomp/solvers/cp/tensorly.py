@@ -1,8 +1,9 @@
-"""TensorLy's CP decompositions as a solver: constrained factors, and missing entries."""
+"""TensorLy's CP decompositions as a solver: sparse, smooth and monotone factors."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, is_complex, like, to_numpy
-from lsrdecomp.errors import BudgetError, ConvergenceError
+from lsrdecomp.errors import BudgetError, ConvergenceError, ConvergenceWarning
 from lsrdecomp.solvers.cp.hosvd import CompressedTensor
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.solver import Event, Solution, Status
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.known_entries import KnownEntries
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lsrdecomp.solvers.iteration import SolveProgress
 
-CONSTRAINTS = ("non_negative", "l1_reg", "smoothness", "monotonicity")
+CONSTRAINTS = ("l1_reg", "smoothness", "monotonicity")
 """Fields that TensorLy's ``constrained_parafac`` reads, under its own names."""
 
 Doubles = NDArray[np.float64]
@@ -35,8 +35,9 @@ class TensorLyCP(MatrixSolver):
     """TensorLy's CP decompositions of the rearranged matrix, in NumPy and double precision [1]_.
 
     Without a constraint this is ``parafac``; with one it is ``constrained_parafac``, alternating
-    optimization by ADMM. Of a `KnownEntries` target only the known entries are fitted, by
-    ``parafac`` or, where factors are to be non-negative, ``non_negative_parafac``.
+    optimization by ADMM. It may stop while its error still falls, since it looks at how well the
+    constraints are kept first [2]_; a `ConvergenceWarning` then says so. Missing entries and
+    non-negative factors are for `WeightedALS`.
 
     A constraint is a value for all factors, or a mapping of the index of a factor to its value, so
     that other factors are free; TensorLy allows one constraint a factor.
@@ -52,9 +53,6 @@ class TensorLyCP(MatrixSolver):
     l2_reg : float
         Ridge on the factors (not on λ). Not together with a constraint.
     seed : int
-    non_negative : bool or mapping of int to bool, optional
-        Entries of the factors, and with them of the sum, are not negative: the nearest sum of
-        non-negative Kronecker products, as Van Loan and Pitsianis pose it [2]_.
     l1_reg : float or mapping of int to float, optional
         Weight of the sum of magnitudes of a factor's entries, which makes some of them zero. The
         scale moves to factors that are free of it, and TensorLy often ends in a singular system.
@@ -68,9 +66,7 @@ class TensorLyCP(MatrixSolver):
     ----------
     .. [1] J. Kossaifi, Y. Panagakis, A. Anandkumar and M. Pantic, TensorLy: tensor learning in
            Python, JMLR 20 (2019).
-    .. [2] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear
-           Algebra for Large Scale and Real-Time Applications (1993), section 5.
-           doi:10.1007/978-94-015-8196-7_17
+    .. [2] https://github.com/tensorly/tensorly/issues/623
 
     Examples
     --------
@@ -80,13 +76,6 @@ class TensorLyCP(MatrixSolver):
     >>> result = decompose(matrix, "4x4, 3x3, 2x2", rank=1, solver=TensorLyCP())
     >>> result.parameters, round(result.relative_error, 9)
     (29, 0.0)
-
-    Terms that are not negative, of two factors:
-
-    >>> image = np.add.outer(np.arange(12.0), np.arange(12.0)) % 7
-    >>> result = decompose(image, "4x4, 3x3", rank=3, solver=TensorLyCP(non_negative=True))
-    >>> bool(min(factor.min() for factor in result.factors) >= 0.0)
-    True
     """
 
     max_sweeps: int = 500
@@ -94,7 +83,6 @@ class TensorLyCP(MatrixSolver):
     init: str = "svd"
     l2_reg: float = 0.0
     seed: int = 0
-    non_negative: bool | Mapping[int, bool] | None = field(default=None, hash=False)
     l1_reg: float | Mapping[int, float] | None = field(default=None, hash=False)
     smoothness: float | Mapping[int, float] | None = field(default=None, hash=False)
     monotonicity: bool | Mapping[int, bool] | None = field(default=None, hash=False)
@@ -128,23 +116,17 @@ class TensorLyCP(MatrixSolver):
         Raises
         ------
         BudgetError
-            For a constraint that TensorLy does not have, on a factor that is not there, twice on
-            one factor, or beside missing entries.
+            For a constraint on a factor that is not there, or twice on one factor.
         ConvergenceError
             Where TensorLy meets a singular system.
         """
         target, shape, progress = problem.target, problem.shape, problem.progress
         atol = problem.atol
-        known: Doubles | None = None
-        if isinstance(target, KnownEntries):
-            values, known = target.tensors(shape)
-            rearranged = CompressedTensor(values, (None,) * shape.order)
-        elif shape.order == 2 and not self._constraints and not self.l2_reg:
+        if shape.order == 2 and not self._constraints and not self.l2_reg:
             return problem.delegate_to(SVD())
-        else:
-            rearranged = self._whole_tensor(problem)
+        rearranged = self._whole_tensor(problem)
         refuse_gradients(rearranged.core, shape)
-        self._check_constraints(shape.order, rearranged.core, known is not None)
+        self._check_constraints(shape.order, rearranged.core)
         size = target.norm
         if size == 0.0:
             status = Status.rank_reached if atol is None else Status.converged
@@ -152,7 +134,7 @@ class TensorLyCP(MatrixSolver):
         tensor = to_numpy(as_double(rearranged.core)) / size
         terms = problem.max_terms if atol is None else 1
         while True:
-            columns = self._columns(tensor, known, terms, progress)
+            columns = self._columns(tensor, terms, progress)
             columns = [like(column, rearranged.core) for column in columns]
             expanded = CPTerms.of(rearranged.expand(columns))
             approximation = expanded.to_separated(shape, size)
@@ -168,7 +150,7 @@ class TensorLyCP(MatrixSolver):
     def _whole_tensor(self, problem: MatrixProblem) -> CompressedTensor:
         """Return R(M) with one axis a factor; whole where factors are constrained.
 
-        In the bases of a small core other numbers would be non-negative, or sparse.
+        In the bases of a small core other numbers would be sparse, or increase.
         """
         rearranged = rearranged_tensor(problem.target, problem.shape)
         if not self._constraints:
@@ -176,7 +158,7 @@ class TensorLyCP(MatrixSolver):
         whole = rearranged.to_tensor()
         return CompressedTensor(whole, (None,) * problem.shape.order)
 
-    def _check_constraints(self, order: int, tensor: Any, has_missing: bool) -> None:
+    def _check_constraints(self, order: int, tensor: Any) -> None:
         """Raise `BudgetError` for constraints that TensorLy cannot keep on this tensor."""
         constraints = self._constraints
         if constraints and is_complex(tensor):
@@ -195,15 +177,8 @@ class TensorLyCP(MatrixSolver):
                         f"factor, such as {name}={{{index}: …}} with {other} on others"
                     )
                 constrained_by[index] = name
-        if has_missing and constraints and self.non_negative is not True:
-            names = " and ".join(constraints)
-            raise BudgetError(
-                f"{names}: with missing entries TensorLy has non_negative=True, or no constraint"
-            )
 
-    def _columns(
-        self, tensor: Doubles, known: Doubles | None, rank: int, progress: SolveProgress
-    ) -> list[Doubles]:
+    def _columns(self, tensor: Doubles, rank: int, progress: SolveProgress) -> list[Doubles]:
         """Return factors of the tensor, the first multiplied by the weights."""
         way_out = "use ALS"
         if self._constraints:
@@ -211,24 +186,20 @@ class TensorLyCP(MatrixSolver):
         try:
             # A factor of zeros, to which a large penalty leads, is divided by its length.
             with np.errstate(divide="ignore", invalid="ignore"):
-                if known is not None and self.non_negative:
-                    weights, factors = self._non_negative_known(tensor, known, rank, progress)
-                elif self._constraints:
+                if self._constraints:
                     weights, factors = self._constrained(tensor, rank, progress)
                 else:
-                    weights, factors = self._unconstrained(tensor, known, rank, progress)
+                    weights, factors = self._unconstrained(tensor, rank, progress)
         except np.linalg.LinAlgError as singular:
             raise ConvergenceError(
                 f"TensorLy met a singular system with {rank} terms; {way_out}"
             ) from singular
         return [factors[0] * weights, *factors[1:]]
 
-    def _unconstrained(
-        self, tensor: Doubles, known: Doubles | None, rank: int, progress: SolveProgress
-    ) -> Any:
+    def _unconstrained(self, tensor: Doubles, rank: int, progress: SolveProgress) -> Any:
         from tensorly.decomposition import parafac
 
-        is_monotone = self.l2_reg == 0.0 and known is None
+        is_monotone = self.l2_reg == 0.0
 
         def record(_: Any, error: Any) -> None:
             objective = float(error) ** 2 if is_monotone else None
@@ -242,9 +213,7 @@ class TensorLyCP(MatrixSolver):
             init=self.init,
             l2_reg=self.l2_reg,
             random_state=self.seed,
-            # While it imputes missing entries TensorLy forgets the weights of normalized factors.
-            normalize_factors=known is None,
-            mask=known,
+            normalize_factors=True,
             callback=record,
         )
 
@@ -262,25 +231,22 @@ class TensorLyCP(MatrixSolver):
             **self._constraints,
         )
         _record(errors, progress)
+        self._warn_if_still_falling(errors)
         return decomposed
 
-    def _non_negative_known(
-        self, tensor: Doubles, known: Doubles, rank: int, progress: SolveProgress
-    ) -> Any:
-        from tensorly.decomposition import non_negative_parafac
-
-        decomposed, errors = non_negative_parafac(
-            tensor,
-            rank,
-            n_iter_max=self.max_sweeps,
-            tol=self.tol,
-            init=self.init,
-            random_state=self.seed,
-            mask=known,
-            return_errors=True,
-        )
-        _record(errors, progress)
-        return decomposed
+    def _warn_if_still_falling(self, errors: Sequence[Any]) -> None:
+        """Warn where TensorLy stopped although its error fell by more than ``tol``."""
+        if len(errors) < 2 or len(errors) >= self.max_sweeps:
+            return
+        fall = float(errors[-2]) - float(errors[-1])
+        # Below 1e-6 TensorLy's errors are rounding of their expanded form.
+        if fall >= max(self.tol, 1e-3 * float(errors[-2])) and errors[-2] > 1e-6:
+            names = " and ".join(self._constraints)
+            message = (
+                f"TensorLy stopped after {len(errors)} sweeps with {names} kept, while its error "
+                f"still fell by {fall:.1e} a sweep: another init= or seed= may come nearer"
+            )
+            warnings.warn(message, ConvergenceWarning, stacklevel=2)
 
 
 def _record(errors: Any, progress: SolveProgress) -> None:

@@ -93,6 +93,26 @@ class CPTerms:
             joined.append(xp.concat((present, new[:, None]), axis=1))
         return CPTerms(xp.concat((self.weights, weight)), tuple(joined))
 
+    def merged(self) -> CPTerms:
+        """Return the same sum with terms of one direction, to rounding, added up.
+
+        A fit of more terms than an exact sum has may end with one of them in two halves.
+        """
+        columns = [to_numpy(as_double(column)) for column in self.columns]
+        cosines = math.prod(column.conj().T @ column for column in columns)
+        rounding = tolerance(dtype_name(self.columns[0]), max(c.shape[0] for c in columns))
+        is_same = np.abs(cosines) >= 1.0 - rounding
+        np.fill_diagonal(is_same, True)
+        first = np.argmax(is_same, axis=0)  # of the terms of the same direction
+        if np.array_equal(first, np.arange(self.rank)):
+            return self
+        # A term of phase φ relative to the first of its direction adds φ λ to its weight.
+        shares = to_numpy(self.weights) * cosines[first, np.arange(self.rank)]
+        kept = np.unique(first)
+        sums = np.array([shares[first == k].sum() for k in kept])
+        chosen = [like(column[:, kept], self.columns[0]) for column in columns]
+        return CPTerms.of((chosen[0] * like(sums, self.columns[0]), *chosen[1:]))
+
     def to_separated(self, shape: KroneckerShape, scale: float) -> SeparatedMatrix:
         """Return the matrix whose rearrangement, over ``scale``, these terms are."""
         xp = namespace(*self.columns)

@@ -1,0 +1,181 @@
+"""What a hand used to NumPy, SciPy, scikit-learn or MATLAB types first."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+import lsrdecomp as lsr
+from lsrdecomp.errors import ArgumentError, CheckpointError, PrecisionError, ShapeError
+from lsrdecomp.kronecker.rearrange import kron
+from lsrdecomp.solvers import Decomposition
+
+
+@pytest.fixture
+def result(rng):
+    return lsr.decompose(rng.standard_normal((36, 36)), "6x6, 6x6", rank=3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "float32", np.dtype("float32"), "f4", "single"])
+def test_a_type_is_given_as_numpy_takes_it(result, dtype):
+    assert result.astype(dtype).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, "complex64", np.dtype("complex64"), "c8"])
+def test_a_complex_type_stays_complex(result, dtype):
+    assert (1j * result).astype(dtype).dtype == np.complex64
+
+
+def test_a_type_of_torch_is_taken(result):
+    torch = pytest.importorskip("torch")
+    assert result.astype(torch.float32).dtype == np.float32
+
+
+def test_a_type_that_computes_nothing_is_refused(result):
+    with pytest.raises(PrecisionError, match=r"float32, float64.*round_to rounds"):
+        result.astype("int8")
+
+
+def test_terms_are_matrices_that_add_up_to_the_whole(result):
+    terms = result.terms()
+    assert [[factor.shape for factor in term] for term in terms] == [[(6, 6), (6, 6)]] * 3
+    np.testing.assert_allclose(sum(np.kron(A, B) for A, B in terms), result.toarray(), atol=1e-13)
+    (A, B) = lsr.decompose(np.kron(np.eye(2), np.ones((2, 3))), "2x2, 2x3", rank=1).terms()[0]
+    np.testing.assert_allclose(np.kron(A, B), np.kron(np.eye(2), np.ones((2, 3))), atol=1e-13)
+
+
+def test_equal_terms_are_equal_after_a_copy_and_a_file(result, tmp_path):
+    others = (
+        copy.copy(result),
+        copy.deepcopy(result),
+        pickle.loads(pickle.dumps(result)),
+        lsr.load(result.save(tmp_path / "result.safetensors")),
+    )
+    for other in others:
+        assert other == result
+        assert hash(other) == hash(result)
+    assert result != result.truncate(2)
+    assert result != 2 * result
+    assert result != lsr.decompose(np.ones((4, 4)), "2x2, 2x2", rank=1)
+
+
+def test_beside_an_array_equality_is_that_of_entries(result):
+    assert np.all(result == result.toarray())
+
+
+def test_load_gives_back_what_was_saved(result, tmp_path):
+    whole = lsr.load(result.save(tmp_path / "record.safetensors"))
+    assert isinstance(whole, Decomposition)
+    assert whole.relative_error == result.relative_error
+    terms = lsr.load(result.approximation.save(tmp_path / "terms.safetensors"))
+    assert type(terms) is lsr.SeparatedMatrix
+    assert terms == result.approximation
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.mat", "x.pt"])
+def test_a_name_that_hides_the_format_is_refused(result, name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"name it x\.safetensors"):
+        result.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [("rank", "separation_rank"), ("singular_values", "weights")]
+)
+def test_a_name_of_another_library_is_told(result, name, here):
+    assert not hasattr(result, name)
+    with pytest.raises(AttributeError, match=f"no '{name}': see {here}"):
+        getattr(result, name)
+    with pytest.raises(AttributeError, match="has no attribute 'frobnicate'"):
+        result.frobnicate  # noqa: B018
+
+
+@pytest.mark.parametrize(("given", "here"), [({"k": 3}, "rank=3"), ({"random_state": 0}, "seed=0")])
+def test_an_argument_of_another_library_is_told(rng, given, here):
+    with pytest.raises(ArgumentError, match=f"here it is {here}"):
+        lsr.decompose(rng.standard_normal((4, 4)), **given)
+
+
+def test_lists_are_told_where_they_are_taken():
+    with pytest.raises(ArgumentError, match="from_factors"):
+        lsr.SeparatedMatrix([1.0], ([[[1.0]]], [[[1.0]]]))
+    assert lsr.SeparatedMatrix.from_factors([[[[2.0]]], [[[3.0]]]]).toarray() == [[6.0]]
+
+
+def test_sizes_in_memory_and_the_word_of_scipy(result):
+    assert result.nbytes == 8 * (3 + 2 * 3 * 36)
+    np.testing.assert_array_equal(result.todense(), result.toarray())
+
+
+def test_the_nearest_product_needs_no_shape(rng):
+    matrix = np.kron(rng.standard_normal((6, 6)), rng.standard_normal((6, 6)))
+    nearest = lsr.operators.nearest_kronecker(matrix)
+    np.testing.assert_allclose(nearest.toarray(), matrix, atol=1e-12)
+    separated = lsr.SeparatedMatrix.from_factors([np.ones((1, 2, 2)), np.eye(3)[None]])
+    assert lsr.operators.nearest_kronecker(separated).kronecker_shape == separated.kronecker_shape
+
+
+def test_kron_of_vectors_is_that_of_numpy(rng):
+    vectors = [rng.standard_normal(size) for size in (2, 3, 4)]
+    expected = np.kron(np.kron(vectors[0], vectors[1]), vectors[2])
+    np.testing.assert_allclose(kron(*vectors), expected)
+
+
+@pytest.mark.parametrize("name", ["inv", "det", "slogdet"])
+def test_linear_algebra_of_numpy_says_that_it_forms_the_matrix(name, rng):
+    matrix = lsr.SeparatedMatrix.from_factors([rng.standard_normal((1, 3, 3))] * 2)
+    with pytest.warns(UserWarning, match=rf"forms the matrix, 9 × 9 entries; .*operators\.{name}"):
+        formed = getattr(np.linalg, name)(matrix)
+    expected = getattr(np.linalg, name)(matrix.toarray())
+    for one, other in zip(np.atleast_1d(formed), np.atleast_1d(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_other_functions_of_numpy_say_nothing(result):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joined = np.concatenate([result, result], axis=1)
+        total = np.sum(result)
+    assert joined.shape == (36, 72)
+    assert total == np.sum(result.toarray())
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_square_products_of_oblong_factors_have_a_determinant(terms, rng):
+    factors = [rng.standard_normal((terms, 2, 6)), rng.standard_normal((terms, 6, 2))]
+    matrix = lsr.SeparatedMatrix.from_factors(factors)
+    assert abs(np.linalg.det(matrix.toarray())) < 1e-12
+    assert lsr.operators.slogdet(matrix) == (0.0, -np.inf)
+    if terms == 1:
+        assert lsr.operators.det(matrix) == 0.0
+
+
+def test_sums_of_oblong_factors_that_may_be_regular_are_refused(rng):
+    factors = [rng.standard_normal((5, 2, 3)), rng.standard_normal((5, 3, 2))]
+    with pytest.raises((ShapeError, lsr.errors.MatrixError)):
+        lsr.operators.slogdet(lsr.SeparatedMatrix.from_factors(factors))
+
+
+def test_an_exact_product_of_three_factors_has_one_term_however_many_are_asked():
+    for matrix in (np.ones((24, 24)), -1j * np.ones((24, 24))):
+        result = lsr.decompose(matrix, "2x2, 3x3, 4x4", rank=2)
+        assert result.separation_rank == 1
+        assert result.condition == pytest.approx(1.0)
+        assert result.relative_error < 1e-12
+
+
+def test_two_curves_of_one_shape_are_told_apart(rng):
+    pytest.importorskip("matplotlib")
+    from lsrdecomp.plots import plot_error_curves
+
+    curves = [lsr.error_curve(rng.standard_normal((16, 16)), "4x4, 4x4") for _ in range(2)]
+
+    def names(**options):
+        return [line.get_label() for line in plot_error_curves(curves, **options).get_lines()]
+
+    assert names() == ["4×4 ⊗ 4×4 (1)", "4×4 ⊗ 4×4 (2)"]
+    assert names(labels=["noise", "more noise"]) == ["noise", "more noise"]
+    with pytest.raises(ArgumentError, match="1 names for 2 curves"):
+        names(labels=["noise"])
