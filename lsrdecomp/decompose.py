@@ -74,7 +74,8 @@ def decompose(
     matrix : array_like, shape (m, n), or Target
         Real or complex, of any array library; it stays where it is.
     shape : KroneckerShape, "balanced", "search", or sizes
-        Sizes of the factors, also as ``((16, 16), (8, 8))`` or ``"16x16, 8x8"``. "balanced" splits
+        Sizes of the factors, also as ``((16, 16), (8, 8))`` or ``"16x16, 8x8"``; of one factor
+        alone, ``(16, 16)`` or ``"16x16"``, the other follows. "balanced" splits
         both sides into two factors as evenly as their divisors allow; "search" takes the two-factor
         shape, low rank and dense among them, with the fewest parameters at the tolerance, or with a
         budget the fewest bytes of the best few (`best_shape`, which costs tens of solves).
@@ -165,7 +166,7 @@ def decompose(
             if isinstance(shape, str) and shape == "balanced":
                 sizes = KroneckerShape.balanced(target.shape)
             else:
-                sizes = KroneckerShape.parse(shape, ("balanced", "search"))
+                sizes = KroneckerShape.parse(shape, ("balanced", "search"), target.shape)
             # 3. The terms in it.
             record = _in_shape(target, sizes, goal, solving, throw=throw)
     message = ""
@@ -175,6 +176,11 @@ def decompose(
         message = _excess_numbers(record)
         if throw:
             raise ConvergenceError(message, record)
+    elif record.kronecker_shape.essential.order < 2 <= min(record.shape):
+        message = (
+            f"{record.kronecker_shape} is the whole matrix: {record.parameters:,} numbers for "
+            f"{math.prod(record.shape):,}; where sides are prime see best_shape(matrix, pad=True)"
+        )
     if message:
         # Tell the caller of `decompose`, which is wrapped once.
         warnings.warn(message, ConvergenceWarning, stacklevel=3)
@@ -231,7 +237,7 @@ def _traced(
     if shape == "balanced":
         sizes = KroneckerShape.balanced(matrix.shape)
     else:
-        sizes = KroneckerShape.parse(shape, ("balanced",))
+        sizes = KroneckerShape.parse(shape, ("balanced",), matrix.shape)
     given = [name for name, value in others.items() if value is not None]
     if rank is None or given or sizes.order != 2:
         reason = f"{given[0]}=" if given else f"{sizes.order} factors"
@@ -397,7 +403,7 @@ def decompose_each(
             if shape == "balanced":
                 sizes = KroneckerShape.balanced(targets[0].shape)
             else:
-                sizes = KroneckerShape.parse(shape)
+                sizes = KroneckerShape.parse(shape, whole=targets[0].shape)
             if sizes.order == 2:
                 is_stacked = getattr(matrices, "ndim", 0) == 3
                 batch = matrices if is_stacked else [target.matrix for target in targets]

@@ -165,7 +165,11 @@ def error_curve(
     1
     """
     target = as_target(matrix)
-    shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
+    shape = (
+        KroneckerShape.balanced(target.shape)
+        if shape is None
+        else KroneckerShape.parse(shape, whole=target.shape)
+    )
     with threads_for(target):
         target.norm  # noqa: B018 - refuses what is not finite first
         if rank is not None:

@@ -104,7 +104,11 @@ def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spe
     1.0
     """
     target = as_target(matrix)
-    shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
+    shape = (
+        KroneckerShape.balanced(target.shape)
+        if shape is None
+        else KroneckerShape.parse(shape, whole=target.shape)
+    )
     with threads_for(target):
         target.norm  # noqa: B018 - refuses what is not finite first
         operator = as_double(target.rearranged(shape).formed())

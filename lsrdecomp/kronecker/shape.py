@@ -135,7 +135,9 @@ class KroneckerShape:
         return _balanced_shape(rows, columns, order)
 
     @classmethod
-    def parse(cls, value: Any, words: tuple[str, ...] = ()) -> KroneckerShape:
+    def parse(
+        cls, value: Any, words: tuple[str, ...] = (), whole: tuple[int, int] | None = None
+    ) -> KroneckerShape:
         """Read what people write: a shape, nested sizes ``((16, 16), (8, 8))``, or text.
 
         Parameters
@@ -144,16 +146,25 @@ class KroneckerShape:
         words : tuple of str
             Other words that the caller understands; a text without sizes is refused with the
             nearest of them.
+        whole : (int, int), optional
+            Sizes of the matrix: of a single factor, ``"6x6"`` or ``(6, 6)``, the other one follows,
+            to the right of it, as for MATLAB's functions for the nearest Kronecker product.
 
         >>> str(KroneckerShape.parse("16x16, 8x8")), str(KroneckerShape.parse(((4, 4), (2, 2))))
         ('16×16 ⊗ 8×8', '4×4 ⊗ 2×2')
+        >>> str(KroneckerShape.parse((6, 6), whole=(12, 30)))
+        '6×6 ⊗ 2×5'
         """
         if isinstance(value, KroneckerShape):
             return value
         if isinstance(value, str):
-            return _shape_in_text(value, words)
+            return _with_other_factor(_shape_in_text(value, words), whole)
+        if whole is not None and _is_pair_of_numbers(value):
+            value = (value,)
         try:
-            return shape_of_sizes(tuple([(_size(m), _size(n)) for m, n in value]))
+            return _with_other_factor(
+                shape_of_sizes(tuple([(_size(m), _size(n)) for m, n in value])), whole
+            )
         except (TypeError, ValueError) as error:
             raise ShapeError(
                 "shape: expected a KroneckerShape, pairs ((16, 16), (8, 8)) or '16x16, 8x8', "
@@ -355,6 +366,20 @@ def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
 def _balanced_shape(rows: int, columns: int, order: int) -> KroneckerShape:
     """Return `KroneckerShape.balanced`, found once for each size of a matrix."""
     return KroneckerShape.of(balanced_split(rows, order), balanced_split(columns, order))
+
+
+def _is_pair_of_numbers(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and not hasattr(value[0], "__len__")
+
+
+def _with_other_factor(shape: KroneckerShape, whole: tuple[int, int] | None) -> KroneckerShape:
+    """Return a shape of one factor with the one that makes it the shape of a matrix."""
+    if whole is None or shape.order != 1 or shape.matrix_shape == whole:
+        return shape
+    (m, n), (rows, columns) = shape.factors[0], whole
+    if rows % m or columns % n:
+        return shape  # refused where it is compared to the matrix
+    return KroneckerShape((shape.factors[0], (rows // m, columns // n)))
 
 
 @lru_cache(maxsize=2**12)

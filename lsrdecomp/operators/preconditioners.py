@@ -80,7 +80,7 @@ def nearest_kronecker(
     if isinstance(shape, str) and shape == "balanced":
         is_separated = isinstance(matrix, SeparatedMatrix)
         shape = matrix.kronecker_shape if is_separated else KroneckerShape.balanced(matrix.shape)
-    shape = KroneckerShape.parse(shape)
+    shape = KroneckerShape.parse(shape, whole=matrix.shape)
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
         nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _nearest_term(matrix)
     elif shape.order == 2:

@@ -117,6 +117,25 @@ def test_the_nearest_product_needs_no_shape(rng):
     assert lsr.operators.nearest_kronecker(separated).kronecker_shape == separated.kronecker_shape
 
 
+@pytest.mark.parametrize("shape", [(4, 6), [4, 6], "4x6", ((4, 6),)])
+def test_of_one_factor_alone_the_other_follows(shape, rng):
+    matrix = rng.standard_normal((24, 30))
+    result = lsr.decompose(matrix, shape, rank=2)
+    assert str(result.kronecker_shape) == "4×6 ⊗ 6×5"
+    assert lsr.error_curve(matrix, shape).label == str(result.kronecker_shape)
+    assert lsr.decompose_each([matrix], shape, rank=2)[0] == result
+
+
+def test_one_factor_that_does_not_divide_the_matrix_is_refused(rng):
+    with pytest.raises(ShapeError, match="5 rows, but the matrix has 24"):
+        lsr.decompose(rng.standard_normal((24, 30)), (5, 6), rank=2)
+
+
+def test_sides_that_divide_no_further_are_told(rng):
+    with pytest.warns(lsr.errors.ConvergenceWarning, match=r"1,518 numbers for 1,517.*pad=True"):
+        lsr.decompose(rng.standard_normal((37, 41)), rank=2)
+
+
 def test_kron_of_vectors_is_that_of_numpy(rng):
     vectors = [rng.standard_normal(size) for size in (2, 3, 4)]
     expected = np.kron(np.kron(vectors[0], vectors[1]), vectors[2])
