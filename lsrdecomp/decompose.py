@@ -176,7 +176,7 @@ def decompose(
         message = _excess_numbers(record)
         if throw:
             raise ConvergenceError(message, record)
-    elif record.order == 2 and 1 in record.kronecker_shape.sizes and min(record.shape) > 1:
+    elif shape == "balanced" and 1 in record.kronecker_shape.sizes and min(record.shape) > 1:
         message = (
             f"{record.kronecker_shape} is the whole matrix: {record.parameters:,} numbers for "
             f"{math.prod(record.shape):,}; where sides are prime see best_shape(matrix, pad=True)"
