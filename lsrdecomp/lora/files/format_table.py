@@ -18,7 +18,14 @@ from array_api_compat import is_torch_array
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.lora.files.adapter_config import module_suffixes, patterns
-from lsrdecomp.lora.files.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
+from lsrdecomp.lora.files.format import (
+    CONFIG,
+    NOT_READ,
+    PREFIX,
+    AdapterFormat,
+    Bundle,
+    open_bundle,
+)
 from lsrdecomp.lora.files.packed import NUMBERS
 from lsrdecomp.lora.files.pickles import BY_POSITION
 from lsrdecomp.lora.files.readers import read_lsr as lsr
@@ -55,6 +62,7 @@ def open_checkpoint(
     name: str | None = None,
     alpha: float | None = None,
     max_memory: int | None = None,
+    carry: bool = False,
 ) -> Checkpoint:
     """Open an adapter: find its files, tell its format and check every header.
 
@@ -73,6 +81,9 @@ def open_checkpoint(
     max_memory : int, optional
         Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are
         refused before they are read.
+    carry : bool
+        Open also a file with tensors that are no pairs (`Checkpoint.carried`), which only a cut in
+        its own format keeps; absent, they are refused by name.
 
     Returns
     -------
@@ -117,8 +128,21 @@ def open_checkpoint(
             checkpoint = adapter_format.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
+            if checkpoint.carried and not carry:
+                raise _no_pairs(checkpoint)
             return checkpoint
     raise _unknown_format(bundle)
+
+
+def _no_pairs(checkpoint: Checkpoint) -> UnsupportedError:
+    """Say what a checkpoint holds that is no pair, and which way keeps it."""
+    key, reason = next(iter(checkpoint.carried.items()))
+    return UnsupportedError(
+        f"{reason}; only a cut in the file's own format keeps it (compress --to same; from Python "
+        f"open_checkpoint(…, carry=True)). Elsewhere {NOT_READ}",
+        path=checkpoint.weights,
+        tensor=key,
+    )
 
 
 def _unknown_format(bundle: Bundle) -> CheckpointError:

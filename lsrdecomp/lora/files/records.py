@@ -54,6 +54,8 @@ class LoraLayer:
         Kernel of a convolution, else empty.
     alpha : StoredTensor, optional
         What the scale comes from where the file has it beside the pair.
+    keys : tuple of str
+        Names of all its tensors in the file, where they are a pair there; none of LoHa's.
 
     Examples
     --------
@@ -78,6 +80,7 @@ class LoraLayer:
     down: StoredTensor = field(repr=False)
     kernel: tuple[int, ...] = ()
     alpha: StoredTensor | None = field(default=None, repr=False)
+    keys: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -208,6 +211,11 @@ class Checkpoint:
         What the header of the weight file says beside the tensors.
     notes : tuple of str
         What a reader of the report should know.
+    tensors : Mapping of str to StoredTensor
+        All tensors of the file that act on a model, by their keys in it.
+    carried : Mapping of str to str
+        Keys of tensors that are no pair and no extra, such as DoRA's magnitudes or full-size
+        differences, with the reason. Only a cut in the file's own format keeps them.
 
     Examples
     --------
@@ -232,6 +240,8 @@ class Checkpoint:
     weights: Path
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show what it holds in a few lines, layers of one role, size and rank counted together."""
@@ -252,6 +262,10 @@ class Checkpoint:
     @cached_property
     def _reading(self) -> FileReading:
         return FileReading.of(self.weights)
+
+    @cached_property
+    def _layers_by_name(self) -> dict[str, Any]:
+        return {layer.name: layer for layer in self.layers}
 
     @property
     def source_sha256(self) -> str:
@@ -295,10 +309,9 @@ class Checkpoint:
 
     def layer(self, name: str) -> Any:
         """Return the layer of this module; `CheckpointError` if there is none."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
+        if name not in self._layers_by_name:
+            raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
+        return self._layers_by_name[name]
 
 
 def low_rank_layer(
@@ -350,6 +363,7 @@ def low_rank_layer(
         up,
         down,
         kernel,
+        keys=(up.name, down.name),
     )
 
 

@@ -135,7 +135,7 @@ def cast(array: Array, storage: str, name: str) -> Array:
     wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
     way_out = "no storage here holds it: the adapter must be scaled down"
     if wider:
-        way_out = f"store as {' or '.join(wider)}"
+        way_out = f"store as {' or '.join(wider)} (--storage {wider[0]})"
     raise StorageRangeError(
         f"its largest entry {largest:.3g} does not fit {storage}; {way_out}", tensor=name
     )

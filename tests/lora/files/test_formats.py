@@ -236,7 +236,6 @@ def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
         ({"lora_unet_conv.lora_up.weight": None}, "without up"),
         ({"lora_unet_conv.dora_scale": normal(5)}, "DoRA"),
         ({"x.diff": normal(5, 5)}, "full-size difference"),
-        ({"lonely.alpha": normal(1)}, "without up, down"),
         ({"lora_unet_conv.alpha": normal(2)}, "expected one number"),
         ({"lora_unet_conv.lora_up.weight": normal(5, 3, 3, 2)}, "1 x 1 kernel"),
         ({"lora_unet_cp.lora_mid.weight": normal(2, 4, 3, 3)}, "does not fit"),

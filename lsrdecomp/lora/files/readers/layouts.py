@@ -24,12 +24,14 @@ from lsrdecomp.lora.files.format import (
     Bundle,
     Roles,
     alpha_scale,
+    drop_orphan_alphas,
     group_by_module,
     make_checkpoint,
     refuse_alpha,
     refuse_fields,
     require_roles,
     scalar,
+    set_aside,
 )
 from lsrdecomp.lora.files.gguf_files import ALPHA as GGUF_ALPHA
 from lsrdecomp.lora.files.gguf_files import ARCHITECTURE
@@ -150,8 +152,14 @@ class Layout:
             from_file = "the file decides its scale, 1 without an alpha"
             refuse_alpha(bundle, alpha, from_file if mlx_scale is None else None)
         scale_of = self._scale_rule(bundle, mlx_scale, alpha)
-        # 2. The layers, each under one name.
-        modules, extras = group_by_module(bundle, {**self.parts, **self.others})
+        # 2. The layers, each under one name, without those that are no pairs.
+        parts = {**self.parts, **self.others}
+        bundle, notes = drop_orphan_alphas(bundle, parts)
+        pairs, carried = set_aside(bundle, parts)
+        modules, extras = group_by_module(pairs, parts)
+        if carried and not modules:
+            key, reason = next(iter(carried.items()))
+            raise UnsupportedError(f"{reason}; {NOT_READ}", path=bundle.weights, tensor=key)
         layers = [
             self._layer(_module_name(stored, roles), roles, scale_of)
             for stored, roles in modules.items()
@@ -167,7 +175,9 @@ class Layout:
             heads = sorted({key.removeprefix(PREFIX).partition(".")[0] for key in extras})
             config["lora_alpha"] = alpha
             config["modules_to_save"] = heads or None
-        return make_checkpoint(bundle, self.name, layers, extras, config=config)
+        return make_checkpoint(
+            bundle, self.name, layers, extras, notes, config=config, carried=carried
+        )
 
     def _scale_rule(self, bundle: Bundle, mlx_scale: float | None, alpha: float | None) -> ScaleOf:
         """Return what gives the scale of a layer whose pair has no alpha beside it."""
@@ -312,6 +322,7 @@ def pair_layer(
             tensor=down.name,
         )
     layer = low_rank_layer(name, up, down, 1.0, layer_type=layer_type)
+    layer = replace(layer, keys=tuple(tensor.name for tensor in roles.values()))
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))
     alpha = roles["alpha"]
@@ -421,10 +432,11 @@ def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
 
 
 def _check_unique(layers: list[Layer], bundle: Bundle) -> None:
-    names = [layer.name for layer in layers]
-    for name in names:
-        if names.count(name) > 1:
-            raise CheckpointError("is held under two names", path=bundle.weights, tensor=name)
+    seen: set[str] = set()
+    for layer in layers:
+        if layer.name in seen:
+            raise CheckpointError("is held under two names", path=bundle.weights, tensor=layer.name)
+        seen.add(layer.name)
 
 
 # -- where scales come from ------------------------------------------------------------------------
