@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from lsrdecomp.errors import LsrError, UnsupportedError
 if TYPE_CHECKING:
     from lsrdecomp.cli.requests import Display, Opening, Outputs
     from lsrdecomp.lora.compress import Truncation
-    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.files import Checkpoint, StoredTensor
     from lsrdecomp.lora.search import CompressionPlan
     from lsrdecomp.lora.search.request import Request
 
@@ -256,4 +257,17 @@ def _carried_sentences(cut: Truncation) -> Iterator[str]:
             f"{len(others)} tensors that are no pair are carried along, {size:,} bytes "
             f"({share:.0%} of the source): {tables.few(list(others))}."
         )
+        yield from _equal_sentence(others, source)
     yield from (f"Note: {note}." for note in source.notes)
+
+
+def _equal_sentence(tensors: Mapping[str, StoredTensor], source: Checkpoint) -> Iterator[str]:
+    """Yield which large tensors are equal, as tied heads are: the source stores them twice too."""
+    first_by_content: dict[object, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.nbytes < source.weights.stat().st_size / 100:
+            continue
+        content = (tensor.shape, tensor.dtype, sha256(tensor.read()).digest())
+        first = first_by_content.setdefault(content, key)
+        if first != key:
+            yield f"{key} equals {first}; both are stored, as in the source."

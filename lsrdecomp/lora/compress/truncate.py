@@ -287,11 +287,10 @@ def truncate(
 
 
 def _with_layers(checkpoint: Checkpoint, layers: Iterable[Layer | LoraLayer]) -> Checkpoint:
-    """Return a checkpoint of some of its layers."""
+    """Return a checkpoint of some of its layers, and nothing beside them."""
     names = {layer.name for layer in layers}
-    return replace(
-        checkpoint, layers=tuple(layer for layer in checkpoint.layers if layer.name in names)
-    )
+    kept = tuple(layer for layer in checkpoint.layers if layer.name in names)
+    return replace(checkpoint, layers=kept, carried={})
 
 
 def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer]:

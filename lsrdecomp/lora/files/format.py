@@ -16,7 +16,7 @@ from lsrdecomp.lora.files.file_checks import read_json, regular_file_size
 from lsrdecomp.lora.files.gguf_files import read_gguf
 from lsrdecomp.lora.files.npz import read_npz
 from lsrdecomp.lora.files.pickles import read_pickle
-from lsrdecomp.lora.files.records import Checkpoint, Layer, rank_notes
+from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, Layer, rank_notes
 from lsrdecomp.lora.files.tensors import StoredTensor, read_header
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ OWN_PARTS = ("weight", "bias")
 DORA_NEEDS_BASE = (
     "DoRA rescales every row by the norm of the base weights, which are not in this file"
 )
-NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
 REST_IS_READ = "(the rest of the file is read, if such tensors are taken out of it)"
 
 OTHER_METHODS = {

@@ -18,14 +18,7 @@ from array_api_compat import is_torch_array
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.lora.files.adapter_config import module_suffixes, patterns
-from lsrdecomp.lora.files.format import (
-    CONFIG,
-    NOT_READ,
-    PREFIX,
-    AdapterFormat,
-    Bundle,
-    open_bundle,
-)
+from lsrdecomp.lora.files.format import CONFIG, PREFIX, AdapterFormat, Bundle, open_bundle
 from lsrdecomp.lora.files.packed import NUMBERS
 from lsrdecomp.lora.files.pickles import BY_POSITION
 from lsrdecomp.lora.files.readers import read_lsr as lsr
@@ -128,21 +121,10 @@ def open_checkpoint(
             checkpoint = adapter_format.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
-            if checkpoint.carried and not carry:
-                raise _no_pairs(checkpoint)
+            if not carry:
+                checkpoint.refuse_carried()
             return checkpoint
     raise _unknown_format(bundle)
-
-
-def _no_pairs(checkpoint: Checkpoint) -> UnsupportedError:
-    """Say what a checkpoint holds that is no pair, and which way keeps it."""
-    key, reason = next(iter(checkpoint.carried.items()))
-    return UnsupportedError(
-        f"{reason}; only a cut in the file's own format keeps it (compress --to same; from Python "
-        f"open_checkpoint(…, carry=True)). Elsewhere {NOT_READ}",
-        path=checkpoint.weights,
-        tensor=key,
-    )
 
 
 def _unknown_format(bundle: Bundle) -> CheckpointError:
@@ -163,11 +145,11 @@ def _unknown_format(bundle: Bundle) -> CheckpointError:
 def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None = None) -> None:
     """Refuse keys as a running PeftModel has them, ``lora_A.default.weight``.
 
-    No program reads such files, PEFT included.
+    No program reads such files, PEFT included; but without PEFT's prefix they are DiffSynth's.
     """
     for key in keys:
         match = ADAPTER_NAME.fullmatch(key)
-        if match is not None:
+        if match is not None and (match[1] != "default" or key.startswith(PREFIX)):
             adapter = match[1]
             raise UnsupportedError(
                 f"names the adapter {adapter!r} in its keys: saved by state_dict(), which PEFT "

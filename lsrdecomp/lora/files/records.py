@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.formats.stored import product_label
 from lsrdecomp.lora.files.file_checks import FileReading
 from lsrdecomp.lora.files.layer_names import module_role
@@ -27,6 +27,7 @@ LOKR_STAYS = (
     "as plain LoRA, which is larger (export --to lora)"
 )
 """What is said of a LoKr layer where layers are to be made smaller."""
+NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,19 @@ class Checkpoint:
     def extra_bytes(self) -> int:
         """Bytes of the other tensors."""
         return sum(tensor.nbytes for tensor in self.extras.values())
+
+    def refuse_carried(self) -> None:
+        """Raise `UnsupportedError` if there are tensors that are no pairs, with what keeps them.
+
+        Whatever makes another format of a checkpoint asks.
+        """
+        for key, reason in self.carried.items():
+            raise UnsupportedError(
+                f"{reason}; only a cut in the file's own format keeps it (compress --to same; from "
+                f"Python open_checkpoint(…, carry=True) and truncate). Elsewhere {NOT_READ}",
+                path=self.weights,
+                tensor=key,
+            )
 
     def layer(self, name: str) -> Any:
         """Return the layer of this module; `CheckpointError` if there is none."""

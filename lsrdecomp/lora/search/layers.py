@@ -249,11 +249,12 @@ def open_layers(
     Raises
     ------
     CheckpointError
-        For a layer that is not a LoRA.
+        For a layer that is not a LoRA, and for tensors that are no pairs.
     BudgetError
         For a layer that the statistics lack: errors in different norms cannot share a budget.
     """
     # Check all layers before the first is read.
+    checkpoint.refuse_carried()
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:

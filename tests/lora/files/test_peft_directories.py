@@ -348,7 +348,7 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
     ("config", "word"),
     [
         ({"use_dora": True}, "DoRA"),
-        ({"peft_type": "ADALORA"}, "'ADALORA'"),
+        ({"peft_type": "ADAMSS"}, "'ADAMSS'"),
         ({"peft_type": "IA3"}, "'IA3'"),
         (
             {"lora_bias": True},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from lsrdecomp.lora.files.adapter_config import Config, Scales, check_carried, m
 from lsrdecomp.lora.files.file_checks import parse_json
 from lsrdecomp.lora.files.format import (
     DORA_NEEDS_BASE,
-    NOT_READ,
     PREFIX,
     Bundle,
     Roles,
@@ -41,7 +40,7 @@ from lsrdecomp.lora.files.readers.lycoris import (
     hadamard_layer,
     kronecker_layer,
 )
-from lsrdecomp.lora.files.records import Checkpoint, Layer, LoraLayer, low_rank_layer
+from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, Layer, LoraLayer, low_rank_layer
 from lsrdecomp.lora.files.stacked_experts import Stacks, expert_layers
 from lsrdecomp.lora.files.tensors import Array, StoredTensor, derived_tensor
 
@@ -50,6 +49,7 @@ METADATA = "lora_adapter_metadata"
 ALPHA = {".alpha": "alpha", ".lora_mid.weight": "mid"}
 MAGNITUDE = {".m": "magnitude of DoRA"}
 EMBEDDING_DOWN = ".lora_embedding_A"
+ADALORA_VALUES = ".lora_E"
 # Attention processors of old diffusers files named these four by themselves: in the UNet and in
 # text encoders.
 PROCESSOR = "_lora."
@@ -220,18 +220,23 @@ class Layout:
         _refuse_expert_tensors(bundle)
         notes = check_supported(config)
         check_carried(config)
-        scales = Scales(
-            config, config.integer("r", 8), config.number(ALPHA_FIELDS[self.peft_type], 8)
-        )
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = group_by_module(bundle, self.parts, PREFIX)
-        if self.peft_type == "LORA":
-            layers = _lora_layers(modules, scales, linear, config)
+        if self.peft_type == "ADALORA":
+            layers = _adalora_layers(modules, linear, config)
+            pruned = len(modules) - len(layers)
+            if pruned:
+                notes += (f"{pruned} layers of rank 0, which AdaLoRA pruned, are left out",)
         else:
-            layers = [
-                self._layer(module, roles, lambda name, _: scales.scale(name, scales.rank(name)))
-                for module, roles in modules.items()
-            ]
+            alpha = config.number(ALPHA_FIELDS[self.peft_type], 8)
+            scales = Scales(config, config.integer("r", 8), alpha)
+            if self.peft_type == "LORA":
+                layers = _lora_layers(modules, scales, linear, config)
+            else:
+                layers = [
+                    self._layer(name, roles, lambda name, _: scales.scale(name, scales.rank(name)))
+                    for name, roles in modules.items()
+                ]
         notes += missing_modules(config.raw, extras)
         return make_checkpoint(
             bundle, self.name, layers, extras, notes, layer_word=f"{self.peft_type} layer"
@@ -266,6 +271,11 @@ LAYOUTS = (
     Layout("peft-loha", HADA_PARTS, peft_type="LOHA"),
     Layout("peft-lokr", LOKR_PARTS, peft_type="LOKR"),
     Layout(
+        "peft-adalora",
+        {**pair_parts((".lora_A", ".lora_B")), ADALORA_VALUES: "singular values"},
+        peft_type="ADALORA",
+    ),
+    Layout(
         "mlx", pair_parts((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True
     ),
     Layout(MLX_VLM, pair_parts((".A", ".B")), scaled_outside=True, transposed=True),
@@ -278,6 +288,8 @@ LAYOUTS = (
     # under kohya's keys.
     Layout("lycoris", {**HADA_PARTS, **LOKR_PARTS}, {**KOHYA.parts, **ALPHA}),
     KOHYA,
+    # Before diffusers: of no other layout either, and there are no alphas.
+    Layout("diffsynth", pair_parts((".lora_A.default.weight", ".lora_B.default.weight")), ALPHA),
     # No file of these is one of another layout: among themselves they could stand in any order.
     DIFFUSERS,
     Layout("loralib", pair_parts((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
@@ -360,6 +372,45 @@ def _lora_layers(
             )
     stacks.check_complete(layer.name for layer in layers)
     return layers
+
+
+def _adalora_layers(modules: Mapping[str, Roles], linear: str, config: Config) -> list[Layer]:
+    """Make the layers of PEFT's AdaLoRA, ``ΔW = B diag(E) A · alpha / (init_r + 1e-5)``.
+
+    The divisor stays that of the first rank when ranks are pruned (PEFT 0.21,
+    ``resize_modules_by_rank_pattern``); layers of rank 0 are none.
+    """
+    first_rank = config.integer("init_r", 12)
+    alpha = config.number("lora_alpha", 8)
+    kept = {}
+    for name, mask in config.mapping("rank_pattern").items():
+        if not isinstance(mask, list) or not all(isinstance(bit, bool) for bit in mask):
+            raise config.error("rank_pattern", "lists of true and false")
+        kept[name.partition(ADALORA_VALUES)[0]] = sum(mask)
+    layers: list[Layer] = []
+    for name, roles in modules.items():
+        require_roles(name, roles, ("up", "down", "singular values"))
+        down = roles["down"]
+        values = roles["singular values"]
+        rank = kept.get(name, first_rank)
+        if down.shape[:1] != (rank,) or values.shape != (rank, 1):
+            raise down.error(
+                f"shape {down.shape} with singular values {values.shape}, but the config says "
+                f"rank {rank}; correct init_r or rank_pattern in {config.path.name}"
+            )
+        if rank == 0:
+            continue
+        product = derived_tensor(down, down.shape, partial(_scaled_rows, values, down))
+        layer = low_rank_layer(name, roles["up"], product, 1.0, layer_type=linear)
+        scale = (alpha if alpha > 0.0 else rank) / (first_rank + 1e-5)
+        keys = tuple(tensor.name for tensor in roles.values())
+        layers.append(replace(layer, scale=scale, keys=keys))
+    return layers
+
+
+def _scaled_rows(values: StoredTensor, rows: StoredTensor) -> Array:
+    """Return diag(E) A in double precision."""
+    return values.load(double=True) * rows.load(double=True)
 
 
 def _module_name(stored: str, roles: Roles) -> str:
@@ -484,7 +535,7 @@ def _mlx_scale(bundle: Bundle) -> float | None:
 
 # -- what a PEFT config may say --------------------------------------------------------------------
 
-ALPHA_FIELDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
+ALPHA_FIELDS = {"LORA": "lora_alpha", "ADALORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
 """What the types of PEFT that are read here call alpha."""
 REFUSED_FIELDS = {
     "use_dora": DORA_NEEDS_BASE,
@@ -548,6 +599,18 @@ LYCORIS_FIELDS = {
     "use_effective_conv2d",
 }
 """Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
+ADALORA_FIELDS = {
+    "beta1",
+    "beta2",
+    "deltaT",
+    "init_r",
+    "orth_reg_weight",
+    "target_r",
+    "tfinal",
+    "tinit",
+    "total_step",
+}
+"""Further fields of AdaLoRA, which but for init_r are of its training."""
 
 
 def check_supported(config: Config) -> tuple[str, ...]:
@@ -566,8 +629,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
     peft_type = config.text("peft_type")
     if peft_type not in ALPHA_FIELDS:
         raise UnsupportedError(
-            f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are (merge it, or "
-            "convert it to LoRA with PEFT first)",
+            f"peft_type {peft_type[:40]!r} is not read; LORA, ADALORA, LOHA, LOKR and LSR are "
+            "(merge it, or convert it to LoRA with PEFT first)",
             path=config.path,
         )
     refuse_fields(config, REFUSED_FIELDS)
@@ -578,7 +641,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
             "B·A is not the update; save again with path_initial_model_for_weight_conversion",
             path=config.path,
         )
-    known = LORA_FIELDS if peft_type == "LORA" else LORA_FIELDS | LYCORIS_FIELDS
+    others = {"LORA": set[str](), "ADALORA": ADALORA_FIELDS}.get(peft_type, LYCORIS_FIELDS)
+    known = LORA_FIELDS | others
     unknown = sorted(name for name, value in config.raw.items() if value and name not in known)
     for name in unknown:
         if name.startswith("use_"):
