@@ -289,7 +289,7 @@ class Checkpoint:
         """How many numbers the layers hold."""
         return sum(layer.parameters for layer in self.layers)
 
-    @property
+    @cached_property
     def storage(self) -> str:
         """Type of most numbers of the layers; float32 for one that factors are not written in."""
         counts: Counter[str] = Counter()
