@@ -282,6 +282,22 @@ def test_the_parameters_of_a_cut_are_those_in_the_file(tmp_path, form, goal):
     assert verify(source, back).relative_error == pytest.approx(cut.relative_error, rel=1e-5)
 
 
+@pytest.mark.parametrize("form", [*HALVES, "experts"])
+def test_the_error_that_is_recorded_is_that_of_rounded_numbers(tmp_path, form):
+    if form == "experts":
+        source = stacked_experts(tmp_path)
+        out = tmp_path / "small"
+    else:
+        source = put_layers(tmp_path / "style.safetensors", form)
+        out = tmp_path / "small.safetensors"
+    cut = truncate(source, ratio=1.4, storage="float8_e4m3fn")
+    back = open_checkpoint(cut.save(out), alpha=4.0 if form == "torchtune" else None)
+    check = verify(source, back)
+    assert check.passed
+    assert check.rounding == 0.0
+    assert check.relative_error > 1.0001 * cut.relative_error
+
+
 def test_verify_knows_the_layers_that_a_cut_left_out(tmp_path):
     source = put_layers(tmp_path / "style.safetensors", "diffusers")
     cut = truncate(source, ratio=8)

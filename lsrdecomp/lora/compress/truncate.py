@@ -80,7 +80,7 @@ class Truncation:
     layers: tuple[Layer, ...]
     sigma: tuple[Array, ...]
     ranks: tuple[int, ...]
-    carried_norm: float = 0.0
+    carried_norm: float
 
     @property
     def parameters(self) -> int:
