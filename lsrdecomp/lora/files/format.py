@@ -317,14 +317,15 @@ def drop_orphan_alphas(
     }
     modules = {key.rpartition(".")[0] for key in alphas}
     for key in bundle.tensors.keys() - alphas:
+        modules -= {key.removesuffix(ending) for ending in suffixes}
         while modules and "." in key:
             key = key.rpartition(".")[0]
             modules.discard(key)
     if not modules:
         return bundle, ()
-    orphans = sorted(key for key in alphas if key.rpartition(".")[0] in modules)
+    orphans = {key for key in alphas if key.rpartition(".")[0] in modules}
     kept = {key: tensor for key, tensor in bundle.tensors.items() if key not in orphans}
-    note = f"{len(orphans)} alphas without a pair are left out, the first {orphans[0]}"
+    note = f"{len(orphans)} alphas without a pair are left out, the first {min(orphans)}"
     return replace(bundle, tensors=kept), (note,)
 
 

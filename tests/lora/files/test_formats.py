@@ -279,11 +279,11 @@ def test_attention_processor_keys_become_module_names(tmp_path: Path) -> None:
         "text_encoder.layers.0.self_attn.to_out_lora": "text_encoder.layers.0.self_attn.out_proj",
     }
     ends = {"down": (2, 6), "up": (8, 2)}
-    save_file(
-        {f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()},
-        tmp_path / "x.safetensors",
-    )
-    assert {layer.name for layer in open_checkpoint(tmp_path).layers} == set(stored.values())
+    tensors = {f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()}
+    tensors["mid.attn2.processor.to_v.alpha"] = np.array(5.0, np.float32)  # an alpha of its pair
+    save_file(tensors, tmp_path / "x.safetensors")
+    scales = {layer.name: layer.scale for layer in open_checkpoint(tmp_path).layers}
+    assert scales == dict.fromkeys(stored.values(), 1.0) | {"mid.attn2.to_v": 2.5}
 
 
 def test_diffusers_scales_come_from_alphas_and_from_the_header(tmp_path: Path) -> None:
