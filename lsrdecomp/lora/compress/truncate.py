@@ -170,22 +170,44 @@ class Truncation:
         lost = 0.0
         written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
-            pair = layer.pair
             if rank == 0:
-                lost = math.hypot(lost, pair.norm)
+                lost = math.hypot(lost, layer.frobenius_norm)
             else:
+                pair = layer.pair
                 halves = (pair.left, pair.right) if rank == layer.rank else layer.truncated(rank)
-                up, down = pair_as_read(
+                stored = pair_as_read(
                     source,
                     layer.name,
                     *halves,
                     storage=self.plan.storage,
                     rank=common_rank or rank,
                 )
-                lost = math.hypot(lost, pair_distance(pair.left, pair.right.T, up, down.T))
-                yield layer.name, up, down
+                lost = math.hypot(lost, _error_as_stored(layer, rank, halves, stored))
+                yield (layer.name, *stored)
             written.add()
         recorded["total"] = self._relative(lost)
+
+
+def _error_as_stored(
+    layer: Layer, rank: int, halves: tuple[Array, Array], stored: tuple[Array, Array]
+) -> float:
+    """Return ‖ΔW − B̂ Â‖_F for the pair B A of a truncation, rounded to B̂ Â.
+
+    The tail T = ΔW − B A is orthogonal to the columns of B and the rows of A, so of its inner
+    product with B A − B̂ Â only ⟨T, (B − B̂)(A − Â)⟩ is left, with the sign changed. That takes no
+    QR decomposition of all r components.
+    """
+    up, down = halves
+    stored_up, stored_down = stored
+    up_change, down_change = up - stored_up, down - stored_down
+    moved = pair_distance(up_change, down.T, stored_up, -down_change.T)
+    if rank == layer.rank:
+        return moved
+    pair = layer.pair
+    mixed = np.vdot(pair.left.T @ up_change, pair.right @ down_change.T)
+    mixed -= np.vdot(up.T @ up_change, down @ down_change.T)
+    tail = tail_norms(to_numpy(layer.gauge[1]))[rank]
+    return math.sqrt(max(0.0, tail**2 + moved**2 - 2.0 * float(mixed)))
 
 
 @refuses_unknown

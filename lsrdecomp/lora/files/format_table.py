@@ -121,7 +121,7 @@ def open_checkpoint(
             checkpoint = adapter_format.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
-            if not carry:
+            if checkpoint.carried and not carry:
                 checkpoint.refuse_carried()
             return checkpoint
     raise _unknown_format(bundle)
