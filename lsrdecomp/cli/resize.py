@@ -247,7 +247,7 @@ def _carried_sentences(cut: Truncation) -> Iterator[str]:
         yield "It is a plain LoRA now (peft_type LORA): AdaLoRA's singular values are in B and A."
     pairs = cut.carried_layers
     if pairs:
-        yield f"{len(pairs)} layers are copied as they are: {tables.few(pairs)}."
+        yield f"{len(pairs)} layers are copied as they are, the first {pairs[0]}."
     of_pairs = {key for name in pairs for key in source.layer(name).keys}
     others = {key: tensor for key, tensor in cut.carried.items() if key not in of_pairs}
     if others:
@@ -267,7 +267,7 @@ def _equal_sentence(tensors: Mapping[str, StoredTensor], source: Checkpoint) -> 
     for key, tensor in tensors.items():
         if tensor.nbytes < source.weights.stat().st_size / 100:
             continue
-        content = (tensor.shape, tensor.dtype, sha256(tensor.read()).digest())
+        content = (tensor.shape, tensor.dtype, sha256(tensor.read().tobytes()).digest())
         first = first_by_content.setdefault(content, key)
         if first != key:
             yield f"{key} equals {first}; both are stored, as in the source."

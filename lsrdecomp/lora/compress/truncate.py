@@ -241,8 +241,9 @@ def truncate(
     max_rank : int, optional
         Maximum rank of a layer.
     only : sequence of str, optional
-        Patterns of names, in which ``*`` stands for anything: layers that match one are truncated,
-        and the goal is theirs; all others are copied byte for byte.
+        Patterns of names, or of their ends from a dot on, in which ``*`` stands for anything:
+        layers that match one are truncated, and the goal is theirs; all others are copied byte for
+        byte.
     on_step : callable, optional
         Called with a `ProgressUpdate` after the singular values of each layer.
 
@@ -323,7 +324,8 @@ def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer
         return pairs
     matching = []
     for pattern in patterns:
-        found = [layer for layer in pairs if fnmatchcase(layer.name, pattern)]
+        # As PEFT reads the names of modules, the end of a name from a dot on is enough.
+        found = [layer for layer in pairs if fnmatchcase(f".{layer.name}", f"*.{pattern}")]
         if not found:
             examples = ", ".join(layer.name for layer in pairs[:: max(1, len(pairs) // 3)][:3])
             raise BudgetError(

@@ -151,7 +151,7 @@ class Patterns:
                 break
             if pattern.match(name):
                 return value  # type: ignore[no-any-return]
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 class Scales:

@@ -181,7 +181,7 @@ def test_only_cuts_layers_that_match_and_copies_the_others(tmp_path):
         *("--out", tmp_path / "again.safetensors"),
     )
     text = " ".join(done.stdout.split())
-    assert "2 layers are copied as they are: diffusion_model.blocks.0.self_attn.q" in text
+    assert "2 layers are copied as they are, the first diffusion_model.blocks.0.self_attn.q" in text
     assert "over the layers that were cut" in text
 
 
@@ -245,6 +245,26 @@ def test_only_of_a_stack_of_experts_takes_the_whole_stack(tmp_path):
         truncate(source, ratio=2, only=["*.down_proj.1"])
     made = truncate(source, ratio=2, only=["*.down_proj.*"]).save(tmp_path / "stack")
     assert verify(source, open_checkpoint(made)).passed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"),
+    [
+        ("*", range(6)),
+        ("q", (0, 2, 4)),
+        ("*attn*", (0, 2, 4)),
+        ("ffn.0", (1, 3, 5)),
+        ("blocks.1.*", (2, 3)),
+        ("diffusion_model.blocks.[02].ffn.0", (1, 5)),
+    ],
+)
+def test_a_pattern_matches_a_name_or_its_end_from_a_dot_on(tmp_path, pattern, numbers):
+    source = open_checkpoint(wan(tmp_path / "style.safetensors"))
+    cut = truncate(source, rtol=0.3, only=[pattern])
+    assert {layer.name for layer in cut.layers} == {NAMES[i] for i in numbers}
+    for other in ("locks.1.*", "0.ffn", "Q"):
+        with pytest.raises(BudgetError, match="matches none of 6 layers"):
+            truncate(source, rtol=0.3, only=[other])
 
 
 def test_a_pattern_without_a_layer_is_refused_with_examples(tmp_path):
