@@ -27,7 +27,7 @@ from lsrdecomp.lora.files.writers.same import (
     pair_as_read,
     rank_rule,
 )
-from lsrdecomp.lora.search.layers import Layer, open_layers, update_pair
+from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
 from lsrdecomp.lora.search.request import Request
 from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.threads import one_blas_thread
@@ -305,7 +305,7 @@ def truncate(
         )
     truncated = {layer.name for layer in layers}
     carried = (layer for layer in checkpoint.layers if layer.name not in truncated)
-    carried_norm = math.hypot(*(update_pair(checkpoint, layer).norm for layer in carried))
+    carried_norm = math.hypot(*(layer_pair(checkpoint, layer).norm for layer in carried))
     return Truncation(checkpoint, plan, layers, tuple(sigma), ranks, carried_norm)
 
 

@@ -12,7 +12,7 @@ from lsrdecomp.lora.files.integrity import check_integrity, record_again
 from lsrdecomp.lora.files.layer_names import flat_name
 from lsrdecomp.lora.files.progress import Counter, OnStep
 from lsrdecomp.lora.files.provenance import read_provenance
-from lsrdecomp.lora.search.layers import layer_product, update_pair
+from lsrdecomp.lora.search.layers import layer_pair, layer_product
 from lsrdecomp.lora.search.result import mapping, recorded_errors
 from lsrdecomp.threads import one_blas_thread
 
@@ -238,7 +238,7 @@ def _measured(
 
     ``other`` may be missing if the record says so.
     """
-    pair = update_pair(source, layer)
+    pair = layer_pair(source, layer)
     if other is None and record.may_lack_layer(layer.name):
         parameters = 0
         error = pair.norm

@@ -309,13 +309,6 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     return LowRank(left, right)
 
 
-def update_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
-    """Return ΔW of any layer as a low-rank pair: LoKr's and LSR's expand to one."""
-    if isinstance(layer, LoraLayer):
-        return layer_pair(checkpoint, layer)
-    return LowRank(*layer_product(layer).to_lora())
-
-
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     """Raise `CheckpointError` for a layer that is not a LoRA."""
     if isinstance(layer, LoraLayer):
