@@ -342,6 +342,15 @@ def test_endless_brackets_in_a_config_are_one_clear_error(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+def test_the_next_step_of_a_file_with_loha_beside_pairs_runs(tmp_path):
+    wan(tmp_path / "style.safetensors", BESIDE["LoHa of another layer"])
+    done = run_command(
+        *("compress", "style.safetensors", "--separation-rank", 2, "--out", "small"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "export small --to kohya --out small.safetensors" in " ".join(done.stdout.split())
+
+
 def test_export_in_the_same_format_carries_too(tmp_path):
     more = BESIDE["Wan's differences"]
     file = wan(tmp_path / "style.safetensors", more)
