@@ -222,7 +222,7 @@ def truncate(
     rtol: float | None = None,
     storage: str | None = None,
     max_rank: int | None = None,
-    only: Sequence[str] | None = None,
+    only: tuple[str, ...] | None = None,
     on_step: OnStep | None = None,
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
@@ -240,7 +240,7 @@ def truncate(
         A floating type, here or in the plan; absent, that of each layer.
     max_rank : int, optional
         Maximum rank of a layer.
-    only : sequence of str, optional
+    only : tuple of str, optional
         Patterns of names, or of their ends from a dot on, in which ``*`` stands for anything:
         layers that match one are truncated, and the goal is theirs; all others are copied byte for
         byte.

@@ -192,8 +192,9 @@ def carried_tensors(like: Checkpoint, carried: Collection[str]) -> dict[str, Sto
     Extras are told apart.
     """
     others = {tensor.name for tensor in like.extras.values()}
+    names = set(carried)
     for layer in like.layers:
-        if is_pair(layer) and layer.name not in carried:
+        if is_pair(layer) and layer.name not in names:
             others.update(layer.keys)
     return {key: tensor for key, tensor in like.tensors.items() if key not in others}
 
