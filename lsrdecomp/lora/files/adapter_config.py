@@ -25,6 +25,8 @@ PATTERN_CHOICES = 16
 """Choices (``|`` or ``?``) in one pattern."""
 WILDCARD_PATTERNS = 64
 """Patterns with wildcards in one field of a config."""
+FIELD_CHARACTERS = PATTERN_CHARACTERS * WILDCARD_PATTERNS
+"""Characters of all of them together."""
 LITERAL = r"(?:\\\W|[^\\()\[\]{}*+?|^$])*"
 """Text without a choice, in which a dot may stand for any character."""
 ALTERNATIVES = re.compile(
@@ -132,11 +134,13 @@ class Patterns:
                 self.by_name.setdefault(name, (order, value))
             else:
                 self.values.append((order, _compile(key, field, path), value))
-        wildcards = sum(1 for key in values if re.search(r"[*+{?|]", key))
-        if wildcards > WILDCARD_PATTERNS:
-            allowed = f"at most {WILDCARD_PATTERNS} are read"
+        wildcards = [key for key in values if re.search(r"[*+{?|]", key)]
+        characters = sum(map(len, wildcards))
+        if len(wildcards) > WILDCARD_PATTERNS or characters > FIELD_CHARACTERS:
             raise CheckpointError(
-                f"{field} has {wildcards} patterns with wildcards; {allowed}", path=path
+                f"{field} has {len(wildcards)} patterns with wildcards, of {characters} "
+                f"characters; at most {WILDCARD_PATTERNS} of {FIELD_CHARACTERS} are read",
+                path=path,
             )
 
     def get(self, name: str, default: Value) -> Value:
@@ -203,8 +207,7 @@ def module_suffixes(names: Iterable[str]) -> list[str]:
 
 def check_pattern(key: str, field: str, path: Path) -> None:
     """Refuse a pattern that could keep a matcher busy for years, or is none."""
-    max_characters = PATTERN_CHARACTERS * WILDCARD_PATTERNS  # of all that a field may have
-    if len(key) <= max_characters and ALTERNATIVES.fullmatch(key):
+    if len(key) <= FIELD_CHARACTERS and ALTERNATIVES.fullmatch(key):
         _compile_or_refuse(key, key, field, path)
         return
     # A backtracking matcher is slow on repeats inside repeats, and on many in a row.

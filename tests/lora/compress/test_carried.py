@@ -1,6 +1,7 @@
 """A cut in the source's own format takes pairs, and copies every other tensor byte for byte."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -325,6 +326,10 @@ def test_the_share_of_tied_heads_is_told(tmp_path):
     text = " ".join(done.stdout.split())
     assert "2 tensors that are no pair are carried along, 96,000 bytes (98% of the source)" in text
     assert f"{PREFIX}lm_head.weight equals {PREFIX}embed_tokens.weight; both are stored" in text
+    done = run_command("compress", folder, "--ratio", 4, "--out", tmp_path / "lsr")
+    text = " ".join(done.stdout.split())
+    found = re.search(r"add 96,000 bytes to both: ([\d,]+) instead of ([\d,]+)\.", text)
+    assert all(int(number.replace(",", "")) > 96_000 for number in found.groups())
     made = load_file(tmp_path / "s" / "adapter_model.safetensors")
     assert all(
         (made[f"{PREFIX}{name}.weight"] == heads).all() for name in ("embed_tokens", "lm_head")

@@ -218,6 +218,12 @@ def test_many_alternatives_that_are_not_literal_are_refused(tmp_path: Path, patt
         open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern={pattern: 3}))
 
 
+def test_literal_alternatives_are_bounded_together(tmp_path: Path) -> None:
+    ranks = {"|".join(f"{i}{letter}" for i in range(9_000)): 3 for letter in "ab"}
+    with pytest.raises(CheckpointError, match=r"2 patterns with wildcards, of 1\d{5} characters"):
+        open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern=ranks))
+
+
 NAMES = ("a.b", "x.a.b", "b", "axb", "ab")
 KEYS = ("^a\\.b", "^a.b", "a.b", "a\\.b", ".*b", "^b", "b", "^x\\.a\\.b", "x|^a", "^a\\.b$")
 
