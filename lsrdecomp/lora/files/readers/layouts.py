@@ -160,6 +160,10 @@ class Layout:
         if carried and not modules:
             key, reason = next(iter(carried.items()))
             raise UnsupportedError(f"{reason}; {NOT_READ}", path=bundle.weights, tensor=key)
+        for key, reason in carried.items():
+            # A cut writes the config in the header anew, and their scale with it.
+            if METADATA in bundle.metadata and key.endswith(tuple(self.parts)):
+                raise UnsupportedError(f"{reason}; {NOT_READ}", path=bundle.weights, tensor=key)
         layers = [
             self._layer(_module_name(stored, roles), roles, scale_of)
             for stored, roles in modules.items()

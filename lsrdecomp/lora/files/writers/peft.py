@@ -110,6 +110,8 @@ def write_lora(
         config = source.config if source else {}
     if extras is None:
         extras = source.extras if source else {}
+    if source is not None:
+        source.refuse_carried()
     stacks = Stacks(config, out)
     padded_rank = None
     if profile == "common":
