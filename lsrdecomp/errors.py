@@ -82,12 +82,17 @@ class CheckpointError(LsrError, ValueError):
     ) -> None:
         where = ": ".join(str(part) for part in (path, tensor) if part is not None)
         super().__init__(f"{where}: {message}" if where else message)
+        self.message = message
         self.path = path
         self.tensor = tensor
 
 
 class StorageRangeError(CheckpointError, PrecisionError):
     """A number lies outside of the range of the type that it is to be stored in."""
+
+    def in_file(self, path: str | Path) -> StorageRangeError:
+        """Return the same error of a file."""
+        return StorageRangeError(self.message, path=path, tensor=self.tensor)
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):

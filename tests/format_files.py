@@ -31,6 +31,9 @@ KEYS = {
         "unet.down_blocks.0.attn1.to_q", ".lora.down.weight", ".lora.up.weight"
     ),
     "diffusers flux": pair_shapes(f"transformer.{BLOCK}", *NEW),
+    "diffsynth wan": pair_shapes(
+        "blocks.0.self_attn.q", ".lora_A.default.weight", ".lora_B.default.weight"
+    ),
     "loralib": pair_shapes("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
     "torchtune": pair_shapes("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {
@@ -50,6 +53,10 @@ KEYS = {
         f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW
     ),
     "peft-lora, stacked experts": pair_shapes(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
+    "peft-adalora": {
+        f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{part}": shape
+        for part, shape in (("A", (8, 64)), ("B", (64, 8)), ("E", (8, 1)))
+    },
     "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
 }
 CONFIGS = {
@@ -70,6 +77,12 @@ CONFIGS["mlx-vlm"] = {"rank": 8, "alpha": 0.1, "dropout": 0.1}
 CONFIGS["peft-lora, experts by name"] = CONFIGS["peft-lora"] | {"target_modules": ["gate_proj"]}
 EXPERTS = {"r": 4, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
 CONFIGS["peft-lora, stacked experts"] = CONFIGS["peft-lora"] | EXPERTS
+CONFIGS["peft-adalora"] = {
+    **CONFIGS["peft-lora"],
+    "peft_type": "ADALORA",
+    "init_r": 8,
+    "total_step": 9,
+}
 OUTSIDE = ("loralib", "torchtune")
 
 

@@ -68,7 +68,7 @@ def inspect(
     The last column is the rank that a truncated SVD needs for a relative error of 1 %.
     """
     del force  # `outputs.checked` reads it
-    checkpoint = opening.open(adapter)
+    checkpoint = opening.open(adapter, carry=True)
     with follow(quiet=display.quiet) as step, one_blas_thread:
         ranks = []
         read = Counter(step, "reading", len(checkpoint.layers), "layers")
@@ -82,10 +82,21 @@ def inspect(
         f"{checkpoint.adapter_parameters:,} parameters; {checkpoint.extra_parameters:,} numbers in "
         f"{len(checkpoint.extras)} other tensors.",
         *(f"Note: {note}." for note in checkpoint.notes),
+        *_carried_sentence(checkpoint),
         wide=display.wide,
     )
     if json is not None:  # with the digest of a file that may be large
         tables.write_json(_inspection(checkpoint, ranks), json)
+
+
+def _carried_sentence(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield that there are tensors which are no pairs, if there are."""
+    if checkpoint.carried:
+        names = tables.few(list(checkpoint.carried))
+        yield (
+            f"{len(checkpoint.carried)} tensors that are no pair are kept only by a cut in the "
+            f"file's own format: {names}."
+        )
 
 
 def curve(
@@ -204,7 +215,9 @@ def export(
     if like is not None:
         model = lora.files.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
-    checkpoint = lora.files.open_checkpoint(adapter, alpha=alpha, max_memory=max_memory)
+    checkpoint = lora.files.open_checkpoint(
+        adapter, alpha=alpha, max_memory=max_memory, carry=to == "same" and model is None
+    )
     base_path = None if base is None else _base_path(base)
     lora.compress.export_lora(
         checkpoint,

@@ -37,10 +37,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises
     ------
     SettingsError
-        If it is not TOML, or not UTF-8.
+        If it is not TOML, or not UTF-8, or nested too deeply.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise SettingsError(f"{path}: the TOML is nested too deeply") from None
     except ValueError as error:
         raise SettingsError(f"{path}: {error}") from error
 

@@ -10,7 +10,6 @@ from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.program import program
 from lsrdecomp.cli.requests import flag
-from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.lora.search.plan import GOALS
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ UNUSABLE_ERROR = 0.7
 
 def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     """Return what opens the output: PEFT, or a command that writes the file that others read."""
+    # Imported here because NumPy comes with it.
+    from lsrdecomp.lora.files.writers.same import is_pair
+
     is_peft = checkpoint.format.startswith("peft-")
     if is_peft and not checkpoint.config.get("target_parameters"):
         has_experts = any(".experts." in layer.name for layer in checkpoint.layers)
@@ -33,12 +35,11 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         out = quoted(f"{output}-lora")
         command = f"{program()} export {quoted(output)} --out {out}"
         return f"For PEFT, which stacks experts:\n  {command}"
-    try:
-        is_directory = lora.files.file_or_directory(checkpoint) == "directory"
-    except UnsupportedError:
+    if checkpoint.format == "lsr" or not all(map(is_pair, checkpoint.layers)):
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
         return f"As a plain LoRA:\n  {program()} export {quoted(output)} --to {to} --out {out}"
+    is_directory = lora.files.file_or_directory(checkpoint) == "directory"
     out = quoted(f"{output}-{checkpoint.format}" if is_directory else f"{output}.safetensors")
     if checkpoint.format == "gguf":
         out = quoted(f"{output}.gguf")

@@ -40,10 +40,14 @@ class Opening:
     alpha: Alpha = None
     max_memory: MaxMemory = None
 
-    def open(self, adapter: Path) -> Checkpoint:
-        """Return the adapter, opened."""
+    def open(self, adapter: Path, *, carry: bool = False) -> Checkpoint:
+        """Return the adapter, opened; with ``carry`` also one with tensors that are no pairs."""
         return lora.files.open_checkpoint(
-            adapter, name=self.name, alpha=self.alpha, max_memory=self.max_memory
+            adapter,
+            name=self.name,
+            alpha=self.alpha,
+            max_memory=self.max_memory,
+            carry=carry,
         )
 
 
@@ -176,6 +180,7 @@ COMMAND_LINE = Interface(
     argument=flag,
     goals=GOALS,
     leave_truncated="name a directory, such as --out small/",
+    truncate="--to same",
     own_options=OWN_OPTIONS,
 )
 DIRECTORY_OF_FILES = dataclasses.replace(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ from lsrdecomp.errors import LsrError, UnsupportedError
 if TYPE_CHECKING:
     from lsrdecomp.cli.requests import Display, Opening, Outputs
     from lsrdecomp.lora.compress import Truncation
-    from lsrdecomp.lora.files import Checkpoint
+    from lsrdecomp.lora.files import Checkpoint, StoredTensor
     from lsrdecomp.lora.search import CompressionPlan
     from lsrdecomp.lora.search.request import Request
 
@@ -77,13 +79,15 @@ def resize(
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
     figures: list[dict[str, object]] = []
     if len(files) == 1:
-        figures += _resize_adapter(opening.open(files[0]), requests, out, outputs, display)
+        figures += _resize_adapter(
+            opening.open(files[0], carry=True), requests, out, outputs, display
+        )
     else:
         _say_left_out(files[0].parent)
         failed = []
         for file in files:
             try:
-                checkpoint = opening.open(file)
+                checkpoint = opening.open(file, carry=True)
                 path = out / file.name
                 figures += _resize_adapter(checkpoint, requests, path, outputs, display)
             except LsrError as error:
@@ -180,17 +184,18 @@ def _log_lines(cut: Truncation) -> Iterator[str]:
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:
     """Show what was written, or the curve of a dry run, and return the same for machines."""
-    ranks = zip(cut.source.layers, cut.ranks, strict=True)
+    ranks = zip(cut.layers, cut.ranks, strict=True)
     figures: dict[str, object] = {
         "source": cut.source.path.name,
-        "parameters_before": cut.source.adapter_parameters,
+        "parameters_before": cut.parameters_before,
         "parameters": cut.parameters,
         "relative_error": cut.relative_error,
         "ranks": {layer.name: rank for layer, rank in ranks},
+        "carried": list(cut.carried),
     }
     if path is None:
         return figures | {"curve": _show_curve(cut, json)}
-    return figures | {"file": str(path), "rounding": _show_written(cut, path, json)}
+    return figures | {"file": str(path), "relative_error": _show_written(cut, path, json)}
 
 
 def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
@@ -200,7 +205,7 @@ def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
     heads = ("times fewer", "parameters", "relative error")
     sheet = Sheet([SheetColumn(head) for head in heads], rows)
     name = cut.source.path.name
-    tables.show(json, f"{name}: {cut.source.adapter_parameters:,} parameters", sheet)
+    tables.show(json, f"{name}: {cut.parameters_before:,} parameters", sheet)
     return [
         {"ratio": ratio, "parameters": size, "relative_error": error}
         for ratio, size, error in curve
@@ -208,24 +213,61 @@ def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
 
 
 def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
-    """Say what was written, and return what rounding adds to its relative error at most."""
+    """Say what was written, and return its relative error, as it was rounded."""
     from lsrdecomp.lora.files.tensors import read_header
 
     weights = _weights(path)
     if path.suffix == ".gguf":  # whose header has no record: it is measured
-        written = lora.measure.verify(cut.source, lora.files.open_checkpoint(path))
-        rounding = abs(written.relative_error - cut.relative_error)
+        error = lora.measure.verify(cut.source, lora.files.open_checkpoint(path)).relative_error
     else:
         record = loads(read_header(weights).metadata["lsrdecomp"])
-        kept = (1.0 - cut.relative_error**2) ** 0.5
-        rounding = float(record["rounding"]) / float(record["norm"]) * kept
-    rounding_text = f" (rounding changes it by at most {rounding:.1g})" if rounding else ""
+        error = float(record["recorded"]["total"])
+    error_text = f"weight error {error:.4f}"
+    if f"{error:.4f}" != f"{cut.relative_error:.4f}":
+        error_text += f", {cut.relative_error:.4f} before rounding"
+    if cut.carried_norm:
+        size = math.hypot(cut.norm, cut.carried_norm)
+        share = error * size / cut.norm if cut.norm else 0.0
+        error_text += f"; {share:.4f} over the layers that were cut"
     dropped = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,
-        f"Wrote {path}: {cut.parameters:,} of {cut.source.adapter_parameters:,} parameters, "
+        f"Wrote {path}: {cut.parameters:,} of {cut.parameters_before:,} parameters, "
         f"{weights.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
-        f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; weight error "
-        f"{cut.relative_error:.4f}{rounding_text}.",
+        f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; {error_text}.",
+        *_carried_sentences(cut),
     )
-    return rounding
+    return error
+
+
+def _carried_sentences(cut: Truncation) -> Iterator[str]:
+    """Yield what was not cut, and how much of the file that is."""
+    source = cut.source
+    if source.format == "peft-adalora":
+        yield "It is a plain LoRA now (peft_type LORA): AdaLoRA's singular values are in B and A."
+    pairs = cut.carried_layers
+    if pairs:
+        yield f"{len(pairs)} layers are copied as they are, the first {pairs[0]}."
+    of_pairs = {key for name in pairs for key in source.layer(name).keys}
+    others = {key: tensor for key, tensor in cut.carried.items() if key not in of_pairs}
+    if others:
+        size = sum(tensor.nbytes for tensor in others.values())
+        share = size / source.weights.stat().st_size
+        yield (
+            f"{len(others)} tensors that are no pair are carried along, {size:,} bytes "
+            f"({share:.0%} of the source): {tables.few(list(others))}."
+        )
+        yield from _equal_sentence(others, source)
+    yield from (f"Note: {note}." for note in source.notes)
+
+
+def _equal_sentence(tensors: Mapping[str, StoredTensor], source: Checkpoint) -> Iterator[str]:
+    """Yield which large tensors are equal, as tied heads are: the source stores them twice too."""
+    first_by_content: dict[object, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.nbytes < source.weights.stat().st_size / 100:
+            continue
+        content = (tensor.shape, tensor.dtype, sha256(tensor.read().tobytes()).digest())
+        first = first_by_content.setdefault(content, key)
+        if first != key:
+            yield f"{key} equals {first}; both are stored, as in the source."

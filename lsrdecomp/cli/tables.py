@@ -150,7 +150,10 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     times = f", {before / after:.3g} times fewer" if before > after else ""
     text = f"Weights and config: {after:,} bytes instead of {before:,}{times}."
     if heads:
-        text += f" Heads and other saved modules add {heads:,} bytes to both."
+        text += (
+            f" Heads and other saved modules add {heads:,} bytes to both: {after + heads:,} "
+            f"instead of {before + heads:,}."
+        )
     total = sum(path.stat().st_size for path in out.iterdir())
     if total > after + heads:
         text += f" With README.md and records the directory has {total:,} (--bare leaves them out)."

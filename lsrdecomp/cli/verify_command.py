@@ -104,7 +104,7 @@ def verify(
     if written is None:
         raise LsrError("name what was written from it too, or a server that has it by --server URL")
     _check_base(base, questions, settings)
-    original = opening.open(source)
+    original = opening.open(source, carry=True)
     compressed = _opened(written, opening)
     behaviour = None
     with follow(quiet=display.quiet) as step:
@@ -180,11 +180,11 @@ def _check_base(base: str | None, questions: Questions, settings: EvaluatorSetti
 def _opened(written: Path, opening: Opening) -> Checkpoint:
     """Open what was written; in the source's own format it may need the source's alpha too."""
     try:
-        return replace(opening, name=None, alpha=None).open(written)
+        return replace(opening, name=None, alpha=None).open(written, carry=True)
     except CheckpointError:
         if opening.alpha is None:
             raise
-        return replace(opening, name=None).open(written)
+        return replace(opening, name=None).open(written, carry=True)
 
 
 def _model_pair(

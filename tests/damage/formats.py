@@ -24,7 +24,6 @@ def _kohya() -> Iterator[tuple[str, Fault]]:
     yield "kohya: ranks", single({down: ones(2, 6), up: ones(4, 3)})
     yield "kohya: empty", single({down: ones(0, 6), up: ones(4, 0)})
     yield "kohya: two alphas", single({**pair, "lora_unet_q.alpha": ones(2)})
-    yield "kohya: alpha alone", single({**pair, "lora_unet_v.alpha": ones(1)})
     yield "kohya: alpha nan", single({**pair, "lora_unet_q.alpha": ones(1) * np.nan})
     yield "kohya: mid", single({**pair, "lora_unet_q.lora_mid.weight": ones(2, 2)})
     for part in ("dora_scale", "diff", "diff_b", "oft_blocks", "on_input", "w_norm"):

@@ -9,25 +9,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.files import Checkpoint, file_or_directory, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
 from lsrdecomp.lora.files.tensors import DTYPES, Array
-from lsrdecomp.lora.files.writers.same import RankRule, rank_rule
-from lsrdecomp.lora.search.layers import Layer, open_layers
+from lsrdecomp.lora.files.writers.same import (
+    RankRule,
+    carried_tensors,
+    is_pair,
+    pair_as_read,
+    rank_rule,
+)
+from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
 from lsrdecomp.lora.search.request import Request
+from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from lsrdecomp.lora.files import LoraLayer
+    from lsrdecomp.lora.files.tensors import StoredTensor
     from lsrdecomp.lora.search.plan import CompressionPlan
 
 RECORD_BYTES = 2048
@@ -43,10 +53,13 @@ class Truncation:
     source : Checkpoint
     plan : CompressionPlan
     layers : tuple of Layer
+        Those that are truncated; others of the source are carried as they are.
     sigma : tuple of Array
         The singular values of each layer.
     ranks : tuple of int
         The rank that each layer keeps.
+    carried_norm : float
+        ‖ΔW‖_F of the layers that are carried.
 
     Examples
     --------
@@ -67,19 +80,46 @@ class Truncation:
     layers: tuple[Layer, ...]
     sigma: tuple[Array, ...]
     ranks: tuple[int, ...]
+    carried_norm: float
 
     @property
     def parameters(self) -> int:
-        """Numbers in the pairs of all layers."""
+        """Numbers in the pairs of the layers that are truncated."""
         pairs = zip(self.layers, self.ranks, strict=True)
         return sum(rank * sum(layer.shape) for layer, rank in pairs)
 
     @property
+    def parameters_before(self) -> int:
+        """Numbers in the same pairs of the source."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖_F of the layers that are truncated."""
+        return math.hypot(*(tail_norms(sigma)[0] for sigma in self.sigma))
+
+    @property
     def relative_error(self) -> float:
         """The error over all layers, before rounding to the storage type."""
-        tails = [tail_norms(sigma) for sigma in self.sigma]
-        size = math.hypot(*(tail[0] for tail in tails))
-        lost = math.hypot(*(tail[rank] for tail, rank in zip(tails, self.ranks, strict=True)))
+        tails = zip(map(tail_norms, self.sigma), self.ranks, strict=True)
+        return self._relative(math.hypot(*(tail[rank] for tail, rank in tails)))
+
+    @property
+    def carried_layers(self) -> tuple[str, ...]:
+        """Names of the pairs of the source that are not truncated."""
+        truncated = {layer.name for layer in self.layers}
+        pairs = filter(is_pair, self.source.layers)
+        return tuple(layer.name for layer in pairs if layer.name not in truncated)
+
+    @property
+    def carried(self) -> dict[str, StoredTensor]:
+        """Tensors that are no part of a truncated layer, by their keys in the source."""
+        extras = {tensor.name: tensor for tensor in self.source.extras.values()}
+        return carried_tensors(self.source, self.carried_layers) | extras
+
+    def _relative(self, lost: float) -> float:
+        """Return an error as a share of ‖ΔW‖_F of all layers, the carried ones included."""
+        size = math.hypot(self.norm, self.carried_norm)
         return lost / size if size > 0.0 else 0.0
 
     def curve(
@@ -89,13 +129,13 @@ class Truncation:
 
         The ratio of the plan is among them, or the one that the plan came to.
         """
-        rule = rank_rule(self.source)
-        own_ratio = self.plan.ratio or self.source.adapter_parameters / self.parameters
+        rule = rank_rule(_with_layers(self.source, self.layers))
+        own_ratio = self.plan.ratio or self.parameters_before / self.parameters
         for ratio in sorted({*ratios, own_ratio}):
             if ratio == own_ratio:
                 yield ratio, self.parameters, self.relative_error
                 continue
-            max_parameters = self.source.adapter_parameters / ratio
+            max_parameters = self.parameters_before / ratio
             ranks = _ranks_within_size(self.layers, self.sigma, max_parameters, rule)
             if any(ranks):
                 other = replace(self, ranks=ranks)
@@ -105,30 +145,69 @@ class Truncation:
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
         """Write the adapter in the format of its source, without layers of rank 0.
 
-        See `lsrdecomp.lora.files.write_pairs`.
+        Its record has the error of what is written. See `lsrdecomp.lora.files.write_pairs`.
         """
-        record = {
-            "plan": self.plan.to_json(),
-            "recorded": {"total": self.relative_error, "layers": {}},
-        }
+        recorded: dict[str, Any] = {"layers": {}}  # gets its total when the last pair was measured
         return write_pairs(
             out,
             source=self.source,
-            layers=self._pairs(on_step),
+            layers=self._pairs(recorded, on_step),
             storage=self.plan.storage,
             force=force,
-            provenance=record,
+            provenance={"plan": self.plan.to_json(), "recorded": recorded},
+            carried=self.carried_layers,
         )
 
-    def _pairs(self, on_step: OnStep | None) -> Iterator[tuple[str, Array, Array]]:
-        """Yield name and pair of each layer that is written; a layer of full rank is unchanged."""
+    def _pairs(
+        self, recorded: dict[str, Any], on_step: OnStep | None
+    ) -> Iterator[tuple[str, Array, Array]]:
+        """Yield name and pair of each layer, rounded as it is stored, and record their error.
+
+        A layer of full rank is unchanged but for its rounding.
+        """
+        source = self.source
+        common_rank = max(self.ranks) if rank_rule(source).is_common else None
+        lost = 0.0
         written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
-            if rank == layer.rank:
-                yield layer.name, layer.pair.left, layer.pair.right
-            elif rank:
-                yield (layer.name, *layer.truncated(rank))
+            if rank == 0:
+                lost = math.hypot(lost, layer.frobenius_norm)
+            else:
+                pair = layer.pair
+                halves = (pair.left, pair.right) if rank == layer.rank else layer.truncated(rank)
+                stored = pair_as_read(
+                    source,
+                    layer.name,
+                    *halves,
+                    storage=self.plan.storage,
+                    rank=common_rank or rank,
+                )
+                lost = math.hypot(lost, _error_as_stored(layer, rank, halves, stored))
+                yield (layer.name, *stored)
             written.add()
+        recorded["total"] = self._relative(lost)
+
+
+def _error_as_stored(
+    layer: Layer, rank: int, halves: tuple[Array, Array], stored: tuple[Array, Array]
+) -> float:
+    """Return ‖ΔW − B̂ Â‖_F for the pair B A of a truncation, rounded to B̂ Â.
+
+    The tail T = ΔW − B A is orthogonal to the columns of B and the rows of A, so of its inner
+    product with B A − B̂ Â only ⟨T, (B − B̂)(A − Â)⟩ is left, with the sign changed. That takes no
+    QR decomposition of all r components.
+    """
+    up, down = halves
+    stored_up, stored_down = stored
+    up_change, down_change = up - stored_up, down - stored_down
+    moved = pair_distance(up_change, down.T, stored_up, -down_change.T)
+    if rank == layer.rank:
+        return moved
+    pair = layer.pair
+    mixed = np.vdot(pair.left.T @ up_change, pair.right @ down_change.T)
+    mixed -= np.vdot(up.T @ up_change, down @ down_change.T)
+    tail = tail_norms(to_numpy(layer.gauge[1]))[rank]
+    return math.sqrt(max(0.0, tail**2 + moved**2 - 2.0 * float(mixed)))
 
 
 @refuses_unknown
@@ -143,6 +222,7 @@ def truncate(
     rtol: float | None = None,
     storage: str | None = None,
     max_rank: int | None = None,
+    only: tuple[str, ...] | None = None,
     on_step: OnStep | None = None,
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
@@ -160,6 +240,10 @@ def truncate(
         A floating type, here or in the plan; absent, that of each layer.
     max_rank : int, optional
         Maximum rank of a layer.
+    only : tuple of str, optional
+        Patterns of names, or of their ends from a dot on, in which ``*`` stands for anything:
+        layers that match one are truncated, and the goal is theirs; all others are copied byte for
+        byte.
     on_step : callable, optional
         Called with a `ProgressUpdate` after the singular values of each layer.
 
@@ -191,6 +275,7 @@ def truncate(
         "rtol": rtol,
         "storage": storage,
         "max_rank": max_rank,
+        "only": only,
     }
     request = Request.parse(given, plan=plan, to_file=True)
     plan = request.plan
@@ -198,18 +283,19 @@ def truncate(
     file_or_directory(checkpoint)
     # 1. Compute the singular values of every layer.
     checkpoint.watch_source()
-    layers = tuple(open_layers(checkpoint))
+    part = _with_layers(checkpoint, _matching(checkpoint, plan.only or ()))
+    layers = tuple(open_layers(part))
     sigma = []
     read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
         sigma.append(to_numpy(layer.gauge[1]))
         read.add()
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
-    rule = rank_rule(checkpoint)
+    rule = rank_rule(part)
     if plan.rtol is not None:
         ranks = _ranks_within_error(sigma, plan.rtol, rule)
     else:
-        ranks = _ranks_within_size(layers, sigma, _max_parameters(checkpoint, plan), rule)
+        ranks = _ranks_within_size(layers, sigma, _max_parameters(part, plan), rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
@@ -217,7 +303,67 @@ def truncate(
             "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
             "(--bytes, with --storage float16)"
         )
-    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks)
+    truncated = {layer.name for layer in layers}
+    carried = (layer for layer in checkpoint.layers if layer.name not in truncated)
+    carried_norm = math.hypot(*(layer_pair(checkpoint, layer).norm for layer in carried))
+    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks, carried_norm)
+
+
+def _with_layers(checkpoint: Checkpoint, layers: Iterable[Layer | LoraLayer]) -> Checkpoint:
+    """Return a checkpoint of some of its layers, and nothing beside them."""
+    names = {layer.name for layer in layers}
+    kept = tuple(layer for layer in checkpoint.layers if layer.name in names)
+    return replace(checkpoint, layers=kept, carried={})
+
+
+def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer]:
+    """Return the pairs whose names match one of some patterns; all of them if there is none."""
+    pairs: list[LoraLayer] = list(filter(is_pair, checkpoint.layers))
+    if not patterns:
+        _refuse_common_rank(checkpoint, checkpoint.carried, "no pair")
+        return pairs
+    matching = []
+    for pattern in patterns:
+        # As PEFT reads the names of modules, the end of a name from a dot on is enough.
+        found = [layer for layer in pairs if fnmatchcase(f".{layer.name}", f"*.{pattern}")]
+        if not found:
+            examples = ", ".join(layer.name for layer in pairs[:: max(1, len(pairs) // 3)][:3])
+            raise BudgetError(
+                f"only={pattern!r} matches none of {len(pairs)} layers, such as {examples}; "
+                "* stands for anything, as in '*.attn.*'"
+            )
+        matching += found
+    names = {layer.name for layer in matching}
+    others = [layer for layer in pairs if layer.name not in names]
+    # Tensors are copied whole, into formats that hold several ranks and scales.
+    _refuse_common_rank(checkpoint, [layer.name for layer in others], "not matched by only")
+    if checkpoint.format in ("gguf", "peft-adalora") and others:
+        raise UnsupportedError(
+            f"only= copies tensors, which is not done for {checkpoint.format}; cut the adapter "
+            "that it was made from, or a plain LoRA of it (export --to lora)",
+            path=checkpoint.path,
+        )
+    stacked = {key for layer in matching for key in layer.keys}
+    for layer in others:
+        if stacked.intersection(layer.keys):
+            raise UnsupportedError(
+                "only= leaves it out of a stack of experts, which is cut as a whole; match all of "
+                "them",
+                path=checkpoint.path,
+                tensor=layer.name,
+            )
+    return [layer for layer in pairs if layer.name in names]
+
+
+def _refuse_common_rank(checkpoint: Checkpoint, names: Collection[str], what: str) -> None:
+    """Refuse to carry layers where all have one rank, by which one alpha is divided."""
+    if names and rank_rule(checkpoint).is_common:
+        raise UnsupportedError(
+            f"is {what}, and cannot be carried as it is: a {checkpoint.format} file has one rank "
+            "and one alpha for all layers; export it first (export --to lora)",
+            path=checkpoint.path,
+            tensor=next(iter(names)),
+        )
 
 
 def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
@@ -312,7 +458,9 @@ def _max_parameters(checkpoint: Checkpoint, plan: CompressionPlan) -> float:
     # Bytes of the file that are not of pairs: header, alphas and other tensors.
     assert plan.bytes is not None
     number_bytes = int(DTYPES[plan.storage or checkpoint.storage].itemsize)
-    pairs = sum(layer.up.nbytes + layer.down.nbytes for layer in checkpoint.layers)
+    keys = {key for layer in checkpoint.layers for key in layer.keys}
+    alphas = {layer.alpha.name for layer in checkpoint.layers if layer.alpha is not None}
+    pairs = sum(checkpoint.tensors[key].nbytes for key in keys - alphas)
     others = checkpoint.weights.stat().st_size - pairs + RECORD_BYTES
     if plan.bytes <= others:
         text = f"header and other tensors alone take {others:,} bytes; allow more than"

@@ -25,6 +25,15 @@ PATTERN_CHOICES = 16
 """Choices (``|`` or ``?``) in one pattern."""
 WILDCARD_PATTERNS = 64
 """Patterns with wildcards in one field of a config."""
+FIELD_CHARACTERS = PATTERN_CHARACTERS * WILDCARD_PATTERNS
+"""Characters of all of them together."""
+LITERAL = r"(?:\\\W|[^\\()\[\]{}*+?|^$])*"
+"""Text without a choice, in which a dot may stand for any character."""
+ALTERNATIVES = re.compile(
+    rf"\^?{LITERAL}(?:\((?:\?:)?{LITERAL}(?:\|{LITERAL})*\){LITERAL})?\$?"
+    rf"|\^?{LITERAL}\$?(?:\|\^?{LITERAL}\$?)*"
+)
+"""A pattern whose only choice is among texts: it takes a matcher no longer than they are."""
 Value = TypeVar("Value")
 
 
@@ -116,12 +125,22 @@ class Patterns:
         self, values: Mapping[str, Any], field: str, path: Path, *, exact_first: bool = False
     ) -> None:
         self.exact = dict(values) if exact_first else {}
-        self.values = [(_compile(key, field, path), value) for key, value in values.items()]
-        wildcards = sum(1 for key in values if re.search(r"[*+{?|]", key))
-        if wildcards > WILDCARD_PATTERNS:
-            allowed = f"at most {WILDCARD_PATTERNS} are read"
+        # By order: of many thousand modules each may have a key of its own, which is looked up.
+        self.by_name: dict[str, tuple[int, Any]] = {}
+        self.values: list[tuple[int, re.Pattern[str], Any]] = []
+        for order, (key, value) in enumerate(values.items()):
+            name = re.sub(r"\\(.)", r"\1", key.removeprefix("^"))
+            if key == exact_pattern(name):
+                self.by_name.setdefault(name, (order, value))
+            else:
+                self.values.append((order, _compile(key, field, path), value))
+        wildcards = [key for key in values if re.search(r"[*+{?|]", key)]
+        characters = sum(map(len, wildcards))
+        if len(wildcards) > WILDCARD_PATTERNS or characters > FIELD_CHARACTERS:
             raise CheckpointError(
-                f"{field} has {wildcards} patterns with wildcards; {allowed}", path=path
+                f"{field} has {len(wildcards)} patterns with wildcards, of {characters} "
+                f"characters; at most {WILDCARD_PATTERNS} of {FIELD_CHARACTERS} are read",
+                path=path,
             )
 
     def get(self, name: str, default: Value) -> Value:
@@ -130,10 +149,13 @@ class Patterns:
             for key in spellings(name):
                 if key in self.exact:
                     return self.exact[key]  # type: ignore[no-any-return]
-        for pattern, value in self.values:
+        order_of_name, found = self.by_name.get(name, (math.inf, default))
+        for order, pattern, value in self.values:
+            if order > order_of_name:
+                break
             if pattern.match(name):
                 return value  # type: ignore[no-any-return]
-        return default
+        return found
 
 
 class Scales:
@@ -185,6 +207,9 @@ def module_suffixes(names: Iterable[str]) -> list[str]:
 
 def check_pattern(key: str, field: str, path: Path) -> None:
     """Refuse a pattern that could keep a matcher busy for years, or is none."""
+    if len(key) <= FIELD_CHARACTERS and ALTERNATIVES.fullmatch(key):
+        _compile_or_refuse(key, key, field, path)
+        return
     # A backtracking matcher is slow on repeats inside repeats, and on many in a row.
     bare = re.sub(r"\\.|\[[^\]]*\]", "x", key)
     repeats = len(re.findall(r"[*+{]", bare))

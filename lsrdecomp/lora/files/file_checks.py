@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.lora.files.read_limits import TEXT_BYTES
+from lsrdecomp.lora.files.read_limits import STORED_TEXT_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,10 +94,12 @@ def read_text_lines(path: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of at most 16 MiB from a regular file."""
+    """Read a JSON object of at most 100 MB from a regular file."""
     size = regular_file_size(path)
-    if size > TEXT_BYTES:
-        raise CheckpointError(f"{size} bytes of JSON; at most {TEXT_BYTES} are read", path=path)
+    if size > STORED_TEXT_BYTES:
+        raise CheckpointError(
+            f"{size} bytes of JSON; at most {STORED_TEXT_BYTES} are read", path=path
+        )
     return parse_json(path.read_bytes(), path)
 
 

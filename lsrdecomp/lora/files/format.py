@@ -6,7 +6,7 @@ Config, weight file and headers are a `Bundle`, which an `AdapterFormat` reads.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ from lsrdecomp.lora.files.file_checks import read_json, regular_file_size
 from lsrdecomp.lora.files.gguf_files import read_gguf
 from lsrdecomp.lora.files.npz import read_npz
 from lsrdecomp.lora.files.pickles import read_pickle
-from lsrdecomp.lora.files.records import Checkpoint, Layer, rank_notes
+from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, Layer, rank_notes
 from lsrdecomp.lora.files.tensors import StoredTensor, read_header
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ OWN_PARTS = ("weight", "bias")
 DORA_NEEDS_BASE = (
     "DoRA rescales every row by the norm of the base weights, which are not in this file"
 )
-NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
 REST_IS_READ = "(the rest of the file is read, if such tensors are taken out of it)"
 
 OTHER_METHODS = {
@@ -226,6 +225,9 @@ OTHER_METHODS = {
 }
 """Parts of other methods by the endings of their keys, and what is said of them: to drop one in
 silence would change the model."""
+BESIDE_A_PAIR = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
+"""Those of them that act beside a low-rank pair of the same module, and leave its update as it is.
+With any other a layer is one whole."""
 
 
 class AdapterFormat(Protocol):
@@ -301,6 +303,77 @@ def without_prefix(tensor: StoredTensor) -> str:
             "pass its alpha"
         )
     raise tensor.error(message)
+
+
+def drop_orphan_alphas(
+    bundle: Bundle, suffixes: Mapping[str, str]
+) -> tuple[Bundle, tuple[str, ...]]:
+    """Leave out alphas of modules of which the file holds nothing else, and note how many.
+
+    They act on nothing.
+    """
+    alphas = {
+        key for key in bundle.tensors if suffixes.get(f".{key.rpartition('.')[2]}") == "alpha"
+    }
+    modules = {key.rpartition(".")[0] for key in alphas}
+    for key in bundle.tensors.keys() - alphas:
+        modules -= {key.removesuffix(ending) for ending in suffixes}
+        while modules and "." in key:
+            key = key.rpartition(".")[0]
+            modules.discard(key)
+    if not modules:
+        return bundle, ()
+    orphans = {key for key in alphas if key.rpartition(".")[0] in modules}
+    kept = {key: tensor for key, tensor in bundle.tensors.items() if key not in orphans}
+    note = f"{len(orphans)} alphas without a pair are left out, the first {min(orphans)}"
+    return replace(bundle, tensors=kept), (note,)
+
+
+def set_aside(bundle: Bundle, suffixes: Mapping[str, str]) -> tuple[Bundle, dict[str, str]]:
+    """Take out what is no pair: parts of other methods, and the layers that they are a part of.
+
+    Parameters
+    ----------
+    bundle : Bundle
+    suffixes : mapping of str to str
+        Roles by the endings of keys, as for `group_by_module`.
+
+    Returns
+    -------
+    rest : Bundle
+        Without these tensors.
+    reasons : dict of str to str
+        Why each of them is no pair, by its key.
+    """
+    keys_by_module: dict[str, list[str]] = {}
+    others = []
+    for key in bundle.tensors:
+        ending = next((end for end in suffixes if key.endswith(end) and key != end), None)
+        if ending is None:
+            others.append(key)
+        else:
+            keys_by_module.setdefault(key.removesuffix(ending), []).append(key)
+    known = ", ".join(sorted(ending.removeprefix(".") for ending in suffixes))
+    reasons: dict[str, str] = {}
+    for key in others:
+        ending = next((end for end in OTHER_METHODS if key.endswith(end)), None)
+        module, _, part = key.rpartition(".")
+        if ending is not None:
+            reasons[key] = OTHER_METHODS[ending]
+            module = key.removesuffix(ending)
+        elif module in keys_by_module and part not in OWN_PARTS:
+            reasons[key] = (
+                f"is inside the layer {module}, of which {known} are known: what it does to the "
+                "update is not"
+            )
+        else:
+            continue
+        keys = keys_by_module.get(module, [])
+        has_pair = any(suffixes[each[len(module) :]] != "alpha" for each in keys)
+        if ending not in BESIDE_A_PAIR or not has_pair:
+            reasons |= dict.fromkeys(keys, reasons[key])
+    rest = {key: tensor for key, tensor in bundle.tensors.items() if key not in reasons}
+    return replace(bundle, tensors=rest), reasons
 
 
 def group_by_module(
@@ -423,6 +496,7 @@ def make_checkpoint(
     *,
     config: Mapping[str, Any] | None = None,
     layer_word: str = "layer",
+    carried: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Make the record of what was read, its layers in natural order.
 
@@ -440,6 +514,8 @@ def make_checkpoint(
         What stands for adapter_config.json; by default the bundle's own.
     layer_word : str
         What a file without layers is said to hold none of.
+    carried : mapping of str to str, optional
+        What `set_aside` took out, if anything.
     """
     if not layers:
         raise CheckpointError(
@@ -455,4 +531,6 @@ def make_checkpoint(
         bundle.weights,
         dict(bundle.metadata),
         (*notes, *rank_notes(ordered)),
+        dict(bundle.tensors),
+        dict(carried or {}),
     )

@@ -55,6 +55,7 @@ def open_checkpoint(
     name: str | None = None,
     alpha: float | None = None,
     max_memory: int | None = None,
+    carry: bool = False,
 ) -> Checkpoint:
     """Open an adapter: find its files, tell its format and check every header.
 
@@ -73,6 +74,9 @@ def open_checkpoint(
     max_memory : int, optional
         Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are
         refused before they are read.
+    carry : bool
+        Open also a file with tensors that are no pairs (`Checkpoint.carried`), which only a cut in
+        its own format keeps; absent, they are refused by name.
 
     Returns
     -------
@@ -117,6 +121,8 @@ def open_checkpoint(
             checkpoint = adapter_format.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
+            if checkpoint.carried and not carry:
+                checkpoint.refuse_carried()
             return checkpoint
     raise _unknown_format(bundle)
 
@@ -139,11 +145,11 @@ def _unknown_format(bundle: Bundle) -> CheckpointError:
 def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None = None) -> None:
     """Refuse keys as a running PeftModel has them, ``lora_A.default.weight``.
 
-    No program reads such files, PEFT included.
+    No program reads such files, PEFT included; but without PEFT's prefix they are DiffSynth's.
     """
     for key in keys:
         match = ADAPTER_NAME.fullmatch(key)
-        if match is not None:
+        if match is not None and (match[1] != "default" or key.startswith(PREFIX)):
             adapter = match[1]
             raise UnsupportedError(
                 f"names the adapter {adapter!r} in its keys: saved by state_dict(), which PEFT "

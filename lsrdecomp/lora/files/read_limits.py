@@ -6,8 +6,10 @@ user chooses is ``max_memory`` of `lsrdecomp.lora.files.open_checkpoint`.
 """
 
 TEXT_BYTES = 16 * 2**20
-"""Bytes of a JSON file, of a safetensors header, of a pickle inside a torch file, or that the index
-of packed layers may unpack to."""
+"""Bytes of a pickle inside a torch file, or that the index of packed layers may unpack to."""
+STORED_TEXT_BYTES = 100_000_000
+"""Bytes of a JSON file, or of a safetensors header: as many as that library reads. They are in
+the file, and cost memory by their length."""
 MAX_AXES = 16
 """Axes of a tensor, or Kronecker factors of a layer."""
 MAX_NUMBERS = 2**29

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.formats.stored import product_label
 from lsrdecomp.lora.files.file_checks import FileReading
 from lsrdecomp.lora.files.layer_names import module_role
@@ -27,6 +27,7 @@ LOKR_STAYS = (
     "as plain LoRA, which is larger (export --to lora)"
 )
 """What is said of a LoKr layer where layers are to be made smaller."""
+NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class LoraLayer:
         Kernel of a convolution, else empty.
     alpha : StoredTensor, optional
         What the scale comes from where the file has it beside the pair.
+    keys : tuple of str
+        Names of all its tensors in the file, where they are a pair there; none of LoHa's.
 
     Examples
     --------
@@ -78,6 +81,7 @@ class LoraLayer:
     down: StoredTensor = field(repr=False)
     kernel: tuple[int, ...] = ()
     alpha: StoredTensor | None = field(default=None, repr=False)
+    keys: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -208,6 +212,11 @@ class Checkpoint:
         What the header of the weight file says beside the tensors.
     notes : tuple of str
         What a reader of the report should know.
+    tensors : Mapping of str to StoredTensor
+        All tensors of the file that act on a model, by their keys in it.
+    carried : Mapping of str to str
+        Keys of tensors that are no pair and no extra, such as DoRA's magnitudes or full-size
+        differences, with the reason. Only a cut in the file's own format keeps them.
 
     Examples
     --------
@@ -232,6 +241,8 @@ class Checkpoint:
     weights: Path
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show what it holds in a few lines, layers of one role, size and rank counted together."""
@@ -252,6 +263,10 @@ class Checkpoint:
     @cached_property
     def _reading(self) -> FileReading:
         return FileReading.of(self.weights)
+
+    @cached_property
+    def _layers_by_name(self) -> dict[str, Any]:
+        return {layer.name: layer for layer in self.layers}
 
     @property
     def source_sha256(self) -> str:
@@ -274,7 +289,7 @@ class Checkpoint:
         """How many numbers the layers hold."""
         return sum(layer.parameters for layer in self.layers)
 
-    @property
+    @cached_property
     def storage(self) -> str:
         """Type of most numbers of the layers; float32 for one that factors are not written in."""
         counts: Counter[str] = Counter()
@@ -293,12 +308,24 @@ class Checkpoint:
         """Bytes of the other tensors."""
         return sum(tensor.nbytes for tensor in self.extras.values())
 
+    def refuse_carried(self) -> None:
+        """Raise `UnsupportedError` if there are tensors that are no pairs, with what keeps them.
+
+        Whatever makes another format of a checkpoint asks.
+        """
+        for key, reason in self.carried.items():
+            raise UnsupportedError(
+                f"{reason}; only a cut in the file's own format keeps it (compress --to same; from "
+                f"Python open_checkpoint(…, carry=True) and truncate). Elsewhere {NOT_READ}",
+                path=self.weights,
+                tensor=key,
+            )
+
     def layer(self, name: str) -> Any:
         """Return the layer of this module; `CheckpointError` if there is none."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
+        if name not in self._layers_by_name:
+            raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
+        return self._layers_by_name[name]
 
 
 def low_rank_layer(
@@ -350,6 +377,7 @@ def low_rank_layer(
         up,
         down,
         kernel,
+        keys=(up.name, down.name),
     )
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
 from lsrdecomp.lora.files.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.lora.files.file_checks import parse_json, regular_file_size
-from lsrdecomp.lora.files.read_limits import MAX_AXES, MAX_NUMBERS, TEXT_BYTES
+from lsrdecomp.lora.files.read_limits import MAX_AXES, MAX_NUMBERS, STORED_TEXT_BYTES
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def cast(array: Array, storage: str, name: str) -> Array:
     wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
     way_out = "no storage here holds it: the adapter must be scaled down"
     if wider:
-        way_out = f"store as {' or '.join(wider)}"
+        way_out = f"store as {' or '.join(wider)} (--storage {wider[0]})"
     raise StorageRangeError(
         f"its largest entry {largest:.3g} does not fit {storage}; {way_out}", tensor=name
     )
@@ -231,7 +231,7 @@ def read_header(path: Path) -> Header:
     Raises
     ------
     CheckpointError
-        For a Git-LFS pointer, a truncated or padded file, a header longer than 16 MiB or not JSON,
+        For a Git-LFS pointer, a truncated or padded file, a header longer than 100 MB or not JSON,
         an unknown dtype, a shape that disagrees with its bytes, a hole or an overlap, a name given
         twice or not fit for a module.
     """
@@ -270,9 +270,9 @@ def _read_header_text(path: Path, size: int) -> bytes:
                 f"{size}; download it again",
                 path=path,
             )
-        if length > TEXT_BYTES:
+        if length > STORED_TEXT_BYTES:
             raise CheckpointError(
-                f"the header declares {length} bytes; at most {TEXT_BYTES} are read",
+                f"the header declares {length} bytes; at most {STORED_TEXT_BYTES} are read",
                 path=path,
             )
         return file.read(length)
@@ -431,10 +431,10 @@ def encode_header(
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     if any(DTYPES[dtype].itemsize > 1 for dtype, _ in tensors.values()):
         text += b" " * (-len(text) % LENGTH_BYTES)  # numbers begin at a multiple of eight bytes
-    if len(text) > TEXT_BYTES:
+    if len(text) > STORED_TEXT_BYTES:
         raise CheckpointError(
             f"the header of {len(tensors)} tensors takes {len(text)} bytes; at most "
-            f"{TEXT_BYTES} fit"
+            f"{STORED_TEXT_BYTES} fit"
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.files.records import Layer
+    from lsrdecomp.lora.files.tensors import StoredTensor
 
 RECORDS_AND_CONFIG = ("adapter_config.json", "README.md", "compression.json", "SHA256SUMS")
 """Files beside the numbers."""
@@ -417,15 +418,22 @@ def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bo
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]) -> Iterator[str]:
     """Yield the names of tensors beside the layers that are not copies of the source's."""
-    expected = set(source.extras) - left_out
-    for name in sorted(expected | set(written.extras)):
-        if name not in source.extras or name not in written.extras:
+    before_by_name = _beside_layers(source)
+    after_by_name = _beside_layers(written)
+    for name in sorted((before_by_name.keys() - left_out) | after_by_name.keys()):
+        if name not in before_by_name or name not in after_by_name:
             yield name
             continue
-        before = source.extras[name].read()
-        after = written.extras[name].read()
+        before = before_by_name[name].read()
+        after = after_by_name[name].read()
         if before.dtype != after.dtype or before.tobytes() != after.tobytes():
             yield name
+
+
+def _beside_layers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Return the extras, and the tensors that are no pair."""
+    carried = {key: checkpoint.tensors[key] for key in checkpoint.carried}
+    return {**checkpoint.extras, **carried}
 
 
 def _rounding(record: dict[str, Any]) -> float:

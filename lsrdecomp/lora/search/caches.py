@@ -33,21 +33,20 @@ class LRUCache(Generic[T]):
         self.max_entries = max_entries
         self._count_entries = count_entries
         self._values: OrderedDict[str, T] = OrderedDict()
+        self._n_entries = 0  # of all values together
 
     def get(self, name: str, read: Callable[[], T]) -> T:
         """Return the value of a name; read it if it is not in the cache."""
-        value = self._values.pop(name, None)
-        if value is None:
-            value = read()
-            while self._values and self._entries_with(value) > self.max_entries:
-                self._values.popitem(last=False)
+        if name in self._values:
+            self._values.move_to_end(name)
+            return self._values[name]
+        value = read()
+        self._n_entries += self._count_entries(value)
+        while self._values and self._n_entries > self.max_entries:
+            _, oldest = self._values.popitem(last=False)
+            self._n_entries -= self._count_entries(oldest)
         self._values[name] = value
         return value
-
-    def _entries_with(self, value: T) -> int:
-        """Return the entries of all values in the cache and of this one."""
-        held = sum(map(self._count_entries, self._values.values()))
-        return held + self._count_entries(value)
 
 
 class SpillCache:

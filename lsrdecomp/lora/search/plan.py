@@ -79,6 +79,7 @@ TO_DIRECTORY = ReadOn(Route.SEARCHED, Route.GIVEN_TERMS, Route.MEASURED)
 SEARCHING = ReadOn(Route.SEARCHED, Route.MEASURED)
 SIZED = ReadOn(Route.SEARCHED, Route.MEASURED, Route.TRUNCATED)
 ON_A_BASE = ReadOn(Route.MEASURED)
+TO_SOURCE_FORMAT = ReadOn(Route.TRUNCATED)
 OF_TERMS = ReadOn(Route.GIVEN_TERMS, Route.MEASURED)
 
 SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_length=2)
@@ -150,6 +151,12 @@ class CompressionPlan(Settings):
         ON_COMMAND_LINE,
         whole_number(1),
         "Maximum rank of a layer when it is served as a LoRA.",
+    ] = None
+    only: Annotated[
+        tuple[str, ...] | None,
+        ON_COMMAND_LINE,
+        TO_SOURCE_FORMAT,
+        "In the original format: cut layers of such names, as '*.attn.*', and copy the others.",
     ] = None
     structure: Annotated[
         str | None,

@@ -52,6 +52,8 @@ class Interface:
     """The goals, to follow "one goal is needed, got none: "."""
     leave_truncated: str
     """How to request an LSR directory and not a truncated file, as an order."""
+    truncate: str
+    """What a LoRA in its own format is requested by."""
     own_options: Mapping[str, Collection[Route]] = field(default_factory=dict)
     """Options that only this interface has, with the routes that read them."""
 
@@ -65,6 +67,7 @@ PYTHON = Interface(
         "(keep)"
     ),
     leave_truncated="call lsrdecomp.compress",
+    truncate="lsrdecomp.lora.compress.truncate",
 )
 
 
@@ -378,6 +381,8 @@ def _way_to_be_read(
         return way
     if goal == "separation_rank" and Route.SEARCHED in readers:
         return f"read with a goal that is searched for, such as {interface.argument('ratio')}"
+    if readers == {Route.TRUNCATED}:
+        return f"read with {interface.truncate}, where a LoRA comes back in its own format"
     other = next(each for each in Route if each in readers)
     condition = "base" if other is Route.MEASURED else "separation_rank"
     return f"read with {interface.argument(condition)}"

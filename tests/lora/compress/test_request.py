@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "separation_rank": 3,
     "inner_shape": (2, 2),
     "max_rank": 3,
+    "only": ("*query",),
     "structure": "lsr",
     "storage": "bfloat16",
     "statistics": DEMO.parent / "demo_statistics",
@@ -153,6 +154,10 @@ def received_in_python(route: Route, settings: dict[str, Any], patch: pytest.Mon
 def as_typed(settings: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of `compress`: those that it has, and one value for the others."""
     known = inspect.signature(compress).parameters
+    if "only" in settings:  # which is in plans alone
+        in_plan = {name: settings[name] for name in CompressionPlan.fields if name in settings}
+        rest = {name: value for name, value in settings.items() if name not in in_plan}
+        return rest | {"plan": CompressionPlan(**in_plan)}
     others = {name: value for name, value in settings.items() if name not in known}
     typed = {name: value for name, value in settings.items() if name in known}
     return typed | ({"settings": MeasuredSettings(**others)} if others else {})

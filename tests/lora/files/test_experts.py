@@ -6,11 +6,12 @@ import json
 
 import numpy as np
 import pytest
+from checkpoint_files import PREFIX, write_lora_directory
 
 import lsrdecomp as lsr
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.lora.compress import export_lora, truncate
-from lsrdecomp.lora.files import open_checkpoint, write_pairs
+from lsrdecomp.lora.files import open_checkpoint, write_lora, write_pairs
 from lsrdecomp.lora.measure import verify
 from lsrdecomp.lora.search import CompressionPlan
 
@@ -226,3 +227,20 @@ def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
         parts = ("gate_proj", "up_proj") if word == "gate_up_proj" else (word,)
         wanted = [exact.get(f"{block}.{expert}.{part}", np.zeros(words[part])) for part in parts]
         np.testing.assert_allclose(delta, np.vstack(wanted), atol=1e-5)
+
+
+def test_a_header_of_more_than_sixteen_megabytes_is_read_and_written(tmp_path):
+    """Experts by name make such headers: safetensors itself allows 100 MB."""
+    tensors = {}
+    for expert in range(16_000):
+        name = f"{'model.' * 70}experts.{expert}.gate_proj"
+        for half, shape in (("A", (1, 2)), ("B", (2, 1))):
+            tensors[f"{PREFIX}{name}.lora_{half}.weight"] = np.ones(shape, np.float32)
+    folder = write_lora_directory(tmp_path / "a", tensors, r=1, target_modules=["gate_proj"])
+    with (folder / "adapter_model.safetensors").open("rb") as file:
+        assert 16 * 2**20 < int.from_bytes(file.read(8), "little") < 100_000_000
+    source = open_checkpoint(folder)
+    assert len(source.layers) == 16_000
+    tensors = ((layer.name, *layer.load()) for layer in source.layers)
+    made = open_checkpoint(write_lora(tmp_path / "b", source=source, layers=tensors))
+    assert [layer.name for layer in made.layers] == [layer.name for layer in source.layers]

@@ -25,10 +25,11 @@ from checkpoint_files import (
 )
 from safetensors.numpy import load_file, save_file
 
+import lsrdecomp as lsr
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.compress import export_lora, truncate
 from lsrdecomp.lora.files import (
     FORMATS,
     AdapterFormat,
@@ -42,6 +43,7 @@ from lsrdecomp.lora.files import (
 )
 from lsrdecomp.lora.files.format import open_bundle
 from lsrdecomp.lora.files.writers import table
+from lsrdecomp.lora.measure import verify
 
 RNG = np.random.default_rng(11)
 
@@ -236,7 +238,6 @@ def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
         ({"lora_unet_conv.lora_up.weight": None}, "without up"),
         ({"lora_unet_conv.dora_scale": normal(5)}, "DoRA"),
         ({"x.diff": normal(5, 5)}, "full-size difference"),
-        ({"lonely.alpha": normal(1)}, "without up, down"),
         ({"lora_unet_conv.alpha": normal(2)}, "expected one number"),
         ({"lora_unet_conv.lora_up.weight": normal(5, 3, 3, 2)}, "1 x 1 kernel"),
         ({"lora_unet_cp.lora_mid.weight": normal(2, 4, 3, 3)}, "does not fit"),
@@ -278,11 +279,11 @@ def test_attention_processor_keys_become_module_names(tmp_path: Path) -> None:
         "text_encoder.layers.0.self_attn.to_out_lora": "text_encoder.layers.0.self_attn.out_proj",
     }
     ends = {"down": (2, 6), "up": (8, 2)}
-    save_file(
-        {f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()},
-        tmp_path / "x.safetensors",
-    )
-    assert {layer.name for layer in open_checkpoint(tmp_path).layers} == set(stored.values())
+    tensors = {f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()}
+    tensors["mid.attn2.processor.to_v.alpha"] = np.array(5.0, np.float32)  # an alpha of its pair
+    save_file(tensors, tmp_path / "x.safetensors")
+    scales = {layer.name: layer.scale for layer in open_checkpoint(tmp_path).layers}
+    assert scales == dict.fromkeys(stored.values(), 1.0) | {"mid.attn2.to_v": 2.5}
 
 
 def test_diffusers_scales_come_from_alphas_and_from_the_header(tmp_path: Path) -> None:
@@ -611,6 +612,108 @@ def test_lycoris_directories_of_peft_give_its_own_updates(
         np.testing.assert_allclose(update, delta.reshape(delta.shape[0], -1), rtol=1e-4, atol=1e-5)
 
 
+def _three_layers():
+    import torch
+
+    sizes = {"lin": (12, 8), "big": (36, 40), "no": (5, 5)}
+    return torch.nn.ModuleDict({name: torch.nn.Linear(*size) for name, size in sizes.items()})
+
+
+def write_adalora(folder: Path, **settings: object) -> None:
+    """Write an AdaLoRA as PEFT saves it, of which one layer was pruned and one left out."""
+    peft = pytest.importorskip("peft")
+    import torch
+
+    torch.manual_seed(1)
+    model = _three_layers()
+    settings = {"init_r": 6, "lora_alpha": 20, "total_step": 9, **settings}
+    config = peft.AdaLoraConfig(target_modules=list(model), **settings)
+    adapted = peft.get_peft_model(model, config)
+    for name in model:
+        torch.nn.init.normal_(model[name].lora_E["default"])
+    adapted.peft_config["default"].rank_pattern = {
+        "lin.lora_E.default": [True] * 4 + [False] * 2,
+        "no.lora_E.default": [False] * 6,
+    }
+    adapted.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_alpha": 0}])
+def test_adalora_of_peft_is_read_as_the_pair_that_it_is(tmp_path: Path, settings: dict) -> None:
+    write_adalora(tmp_path / "a", **settings)
+    checkpoint = open_checkpoint(tmp_path / "a")
+    assert checkpoint.format == "peft-adalora"
+    assert {layer.name: layer.rank for layer in checkpoint.layers} == {"lin": 4, "big": 6}
+    assert "1 layers of rank 0, which AdaLoRA pruned, are left out" in checkpoint.notes
+    import peft
+
+    model = _three_layers()
+    peft.PeftModel.from_pretrained(model, tmp_path / "a")
+    for name, update in updates(checkpoint).items():
+        delta = model[name].get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(update, delta, rtol=1e-5, atol=1e-6)
+
+
+def test_adalora_becomes_a_plain_lora_and_an_lsr_directory(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    write_adalora(tmp_path / "a")
+    source = open_checkpoint(tmp_path / "a")
+    folder = truncate(source, rtol=0.3).save(tmp_path / "cut")
+    made = open_checkpoint(folder)
+    assert made.format == "peft-lora"
+    assert verify(source, made).passed
+    model = _three_layers()
+    peft.PeftModel.from_pretrained(model, folder)
+    for name, update in updates(made).items():
+        delta = model[name].get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(update, delta, rtol=1e-4, atol=1e-6)
+    small = open_checkpoint(lsr.compress(source, ratio=2).save(tmp_path / "small"))
+    assert verify(source, small).passed
+    size = (tmp_path / "a" / "adapter_model.safetensors").stat().st_size
+    file = truncate(source, bytes=size).save(tmp_path / "bytes") / "adapter_model.safetensors"
+    assert file.stat().st_size <= size
+    with pytest.raises(UnsupportedError, match=r"only= copies tensors.*export --to lora"):
+        truncate(source, ratio=2, only=["lin"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"init_r": 5}, "rank 5; correct init_r"),
+        ({"rank_pattern": {"lin.lora_E": [True]}}, "rank 1; correct init_r"),
+        ({"rank_pattern": {"lin.lora_E": [2, "x"]}}, "lists of true and false"),
+        ({"rank_pattern": {"lin.lora_E": 4}}, "lists of true and false"),
+    ],
+)
+def test_ranks_of_adalora_that_do_not_fit_are_refused(
+    tmp_path: Path, change: dict, words: str
+) -> None:
+    write_adalora(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_diffsynth_keys_are_read_and_kept(tmp_path: Path) -> None:
+    tensors = {}
+    for name in ("blocks.0.cross_attn.k", "blocks.0.ffn.0"):
+        tensors[f"{name}.lora_A.default.weight"] = normal(4, 20, dtype="float16")
+        tensors[f"{name}.lora_B.default.weight"] = normal(24, 4, dtype="float16")
+    save_file(tensors, tmp_path / "wan.safetensors")
+    source = open_checkpoint(tmp_path / "wan.safetensors")
+    assert source.format == "diffsynth"
+    assert [layer.scale for layer in source.layers] == [1.0, 1.0]
+    cut = truncate(source, ratio=2).save(tmp_path / "cut.safetensors")
+    small = open_checkpoint(lsr.compress(source, ratio=2).save(tmp_path / "small"))
+    back = export_lora(small, tmp_path / "back.safetensors", to="same", like=source)
+    for file in (cut, back):
+        assert load_file(file).keys() <= tensors.keys()
+        assert verify(source, open_checkpoint(file)).passed
+    state = open_checkpoint(tensors)
+    assert state.format == "diffsynth"
+
+
 def test_a_header_that_speaks_of_ranks_of_other_formats_is_no_crash(tmp_path: Path) -> None:
     tensors = {"m.lokr_w1": normal(2, 3), "m.lokr_w2": normal(4, 5)}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"m:rank": "9"})
@@ -682,7 +785,19 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
         {f"{PREFIX}q.lokr_w1": (2, 2), f"{PREFIX}q.lokr_w2": (2, 3)},
         {"peft_type": "LOKR", "r": 2},
     ),
+    "peft-adalora": (
+        {
+            f"{PREFIX}q.lora_A": (2, 6),
+            f"{PREFIX}q.lora_B": (4, 2),
+            f"{PREFIX}q.lora_E": (2, 1),
+        },
+        {"peft_type": "ADALORA", "init_r": 2},
+    ),
     "lycoris": ({f"m.{part}": shape for part, shape in LOHA.items()}, None),
+    "diffsynth": (
+        {"q.lora_A.default.weight": (2, 6), "q.lora_B.default.weight": (4, 2)},
+        None,
+    ),
     "kohya": ({"lora_te_q.lora_down.weight": (2, 6), "lora_te_q.lora_up.weight": (4, 2)}, None),
     "diffusers": ({"unet.q.lora_A.weight": (2, 6), "unet.q.lora_B.weight": (4, 2)}, None),
     "loralib": ({"q.lora_A": (2, 6), "q.lora_B": (4, 2)}, None),
@@ -690,6 +805,7 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
     "mlx": ({"q.lora_a": (6, 2), "q.lora_b": (2, 4)}, None),
     "mlx-vlm": ({"q.A": (6, 2), "q.B": (2, 4)}, {"rank": 2, "alpha": 0.5, "dropout": 0.0}),
 }
+PEFT_TYPES = ("peft-loha", "peft-lokr", "peft-adalora")
 OUTSIDE = ("loralib", "torchtune", "mlx")  # whose files do not hold their scale
 """Of each format the smallest file, as shapes, and its config; LSR directories have a test file of
 their own."""
@@ -719,7 +835,7 @@ def test_every_format_of_the_table_has_a_file_and_the_signature_of_the_protocol(
 def test_a_file_is_taken_by_its_own_format_and_none_before_it(tmp_path: Path, form: str) -> None:
     bundle = open_bundle(put(tmp_path / "a", form))
     taking = [other.name for other in FORMATS if other.matches(bundle)]
-    also = ["peft-lora"] if form in ("peft-loha", "peft-lokr", "mlx-vlm") else []
+    also = ["peft-lora"] if form == "mlx-vlm" or form in PEFT_TYPES else []
     assert taking == [form, *also]
     assert open_checkpoint(tmp_path / "a", alpha=2 if form in OUTSIDE else None).format == form
 
@@ -751,7 +867,7 @@ def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointError,
-        match="it holds 'weight'; read are gguf, peft-loha, peft-lokr, mlx, mlx-vlm, peft-lora",
+        match="it holds 'weight'; read are gguf, peft-loha, peft-lokr, peft-adalora, mlx, mlx-vlm",
     ):
         open_checkpoint(tmp_path)
 

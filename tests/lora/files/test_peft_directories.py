@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,57 @@ def test_ranks_and_scales_follow_patterns_and_rslora_as_peft_does(tmp_path: Path
         np.testing.assert_allclose(layer.scale * (up @ down), delta, rtol=1e-5, atol=1e-6)
 
 
+ALTERNATIVES = [
+    "|".join(rf"layers.{i}.q" for i in range(60)),
+    "|".join(rf"^layers\.{i}\.q$" for i in range(60)),
+    rf"layers\.({'|'.join(map(str, range(60)))})\.q",
+    rf"^layers\.(?:{'|'.join(map(str, range(60)))})\.q",
+]
+
+
+@pytest.mark.parametrize("pattern", ALTERNATIVES)
+def test_many_literal_alternatives_are_one_pattern_as_in_peft(tmp_path: Path, pattern: str) -> None:
+    tensors = {
+        **lora_pair("layers.59.q", r=3),
+        **lora_pair("layers.60.q"),
+        **lora_pair("layers.5.v"),
+    }
+    folder = write_lora_directory(tmp_path / "a", tensors, rank_pattern={pattern: 3})
+    assert [layer.rank for layer in open_checkpoint(folder).layers] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a|aa)" * 17 + "b",
+        rf"({'|'.join(map(str, range(60)))})+x",
+        rf"(a?{'|'.join(map(str, range(60)))})x",
+        "|".join(f"layers.*{i}" for i in range(60)),
+        "|".join("a" * 66_000),
+    ],
+)
+def test_many_alternatives_that_are_not_literal_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="too many choices"):
+        open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern={pattern: 3}))
+
+
+def test_literal_alternatives_are_bounded_together(tmp_path: Path) -> None:
+    ranks = {"|".join(f"{i}{letter}" for i in range(9_000)): 3 for letter in "ab"}
+    with pytest.raises(CheckpointError, match=r"2 patterns with wildcards, of 1\d{5} characters"):
+        open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern=ranks))
+
+
+NAMES = ("a.b", "x.a.b", "b", "axb", "ab")
+KEYS = ("^a\\.b", "^a.b", "a.b", "a\\.b", ".*b", "^b", "b", "^x\\.a\\.b", "x|^a", "^a\\.b$")
+
+
+@given(st.permutations(KEYS), st.sampled_from(NAMES))
+def test_the_first_pattern_that_matches_wins_as_in_peft(keys: list[str], name: str) -> None:
+    patterns = Patterns(dict(zip(keys, keys, strict=True)), "rank_pattern", Path("x"))
+    expected = next((key for key in keys if re.match(rf"(.*\.)?({key})$", name)), "none")
+    assert patterns.get(name, "none") == expected
+
+
 def _tricky_model():  # every kind of module that PEFT adapts, Conv1D among them
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -348,7 +400,7 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
     ("config", "word"),
     [
         ({"use_dora": True}, "DoRA"),
-        ({"peft_type": "ADALORA"}, "'ADALORA'"),
+        ({"peft_type": "ADAMSS"}, "'ADAMSS'"),
         ({"peft_type": "IA3"}, "'IA3'"),
         (
             {"lora_bias": True},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,18 @@ from lsrdecomp.lora.files.adapter_config import Config, Scales, check_carried, m
 from lsrdecomp.lora.files.file_checks import parse_json
 from lsrdecomp.lora.files.format import (
     DORA_NEEDS_BASE,
-    NOT_READ,
     PREFIX,
     Bundle,
     Roles,
     alpha_scale,
+    drop_orphan_alphas,
     group_by_module,
     make_checkpoint,
     refuse_alpha,
     refuse_fields,
     require_roles,
     scalar,
+    set_aside,
 )
 from lsrdecomp.lora.files.gguf_files import ALPHA as GGUF_ALPHA
 from lsrdecomp.lora.files.gguf_files import ARCHITECTURE
@@ -39,7 +40,7 @@ from lsrdecomp.lora.files.readers.lycoris import (
     hadamard_layer,
     kronecker_layer,
 )
-from lsrdecomp.lora.files.records import Checkpoint, Layer, LoraLayer, low_rank_layer
+from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, Layer, LoraLayer, low_rank_layer
 from lsrdecomp.lora.files.stacked_experts import Stacks, expert_layers
 from lsrdecomp.lora.files.tensors import Array, StoredTensor, derived_tensor
 
@@ -48,6 +49,7 @@ METADATA = "lora_adapter_metadata"
 ALPHA = {".alpha": "alpha", ".lora_mid.weight": "mid"}
 MAGNITUDE = {".m": "magnitude of DoRA"}
 EMBEDDING_DOWN = ".lora_embedding_A"
+ADALORA_VALUES = ".lora_E"
 # Attention processors of old diffusers files named these four by themselves: in the UNet and in
 # text encoders.
 PROCESSOR = "_lora."
@@ -150,8 +152,18 @@ class Layout:
             from_file = "the file decides its scale, 1 without an alpha"
             refuse_alpha(bundle, alpha, from_file if mlx_scale is None else None)
         scale_of = self._scale_rule(bundle, mlx_scale, alpha)
-        # 2. The layers, each under one name.
-        modules, extras = group_by_module(bundle, {**self.parts, **self.others})
+        # 2. The layers, each under one name, without those that are no pairs.
+        parts = {**self.parts, **self.others}
+        bundle, notes = drop_orphan_alphas(bundle, parts)
+        pairs, carried = set_aside(bundle, parts)
+        modules, extras = group_by_module(pairs, parts)
+        if carried and not modules:
+            key, reason = next(iter(carried.items()))
+            raise UnsupportedError(f"{reason}; {NOT_READ}", path=bundle.weights, tensor=key)
+        for key, reason in carried.items():
+            # A cut writes the config in the header anew, and their scale with it.
+            if METADATA in bundle.metadata and key.endswith(tuple(self.parts)):
+                raise UnsupportedError(f"{reason}; {NOT_READ}", path=bundle.weights, tensor=key)
         layers = [
             self._layer(_module_name(stored, roles), roles, scale_of)
             for stored, roles in modules.items()
@@ -167,7 +179,9 @@ class Layout:
             heads = sorted({key.removeprefix(PREFIX).partition(".")[0] for key in extras})
             config["lora_alpha"] = alpha
             config["modules_to_save"] = heads or None
-        return make_checkpoint(bundle, self.name, layers, extras, config=config)
+        return make_checkpoint(
+            bundle, self.name, layers, extras, notes, config=config, carried=carried
+        )
 
     def _scale_rule(self, bundle: Bundle, mlx_scale: float | None, alpha: float | None) -> ScaleOf:
         """Return what gives the scale of a layer whose pair has no alpha beside it."""
@@ -210,18 +224,23 @@ class Layout:
         _refuse_expert_tensors(bundle)
         notes = check_supported(config)
         check_carried(config)
-        scales = Scales(
-            config, config.integer("r", 8), config.number(ALPHA_FIELDS[self.peft_type], 8)
-        )
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = group_by_module(bundle, self.parts, PREFIX)
-        if self.peft_type == "LORA":
-            layers = _lora_layers(modules, scales, linear, config)
+        if self.peft_type == "ADALORA":
+            layers = _adalora_layers(modules, linear, config)
+            pruned = len(modules) - len(layers)
+            if pruned:
+                notes += (f"{pruned} layers of rank 0, which AdaLoRA pruned, are left out",)
         else:
-            layers = [
-                self._layer(module, roles, lambda name, _: scales.scale(name, scales.rank(name)))
-                for module, roles in modules.items()
-            ]
+            alpha = config.number(ALPHA_FIELDS[self.peft_type], 8)
+            scales = Scales(config, config.integer("r", 8), alpha)
+            if self.peft_type == "LORA":
+                layers = _lora_layers(modules, scales, linear, config)
+            else:
+                layers = [
+                    self._layer(name, roles, lambda name, _: scales.scale(name, scales.rank(name)))
+                    for name, roles in modules.items()
+                ]
         notes += missing_modules(config.raw, extras)
         return make_checkpoint(
             bundle, self.name, layers, extras, notes, layer_word=f"{self.peft_type} layer"
@@ -256,6 +275,11 @@ LAYOUTS = (
     Layout("peft-loha", HADA_PARTS, peft_type="LOHA"),
     Layout("peft-lokr", LOKR_PARTS, peft_type="LOKR"),
     Layout(
+        "peft-adalora",
+        {**pair_parts((".lora_A", ".lora_B")), ADALORA_VALUES: "singular values"},
+        peft_type="ADALORA",
+    ),
+    Layout(
         "mlx", pair_parts((".lora_a", ".lora_b")), MAGNITUDE, scaled_outside=True, transposed=True
     ),
     Layout(MLX_VLM, pair_parts((".A", ".B")), scaled_outside=True, transposed=True),
@@ -268,6 +292,8 @@ LAYOUTS = (
     # under kohya's keys.
     Layout("lycoris", {**HADA_PARTS, **LOKR_PARTS}, {**KOHYA.parts, **ALPHA}),
     KOHYA,
+    # Before diffusers: of no other layout either, and there are no alphas.
+    Layout("diffsynth", pair_parts((".lora_A.default.weight", ".lora_B.default.weight")), ALPHA),
     # No file of these is one of another layout: among themselves they could stand in any order.
     DIFFUSERS,
     Layout("loralib", pair_parts((".lora_A", ".lora_B")), MAGNITUDE, scaled_outside=True),
@@ -312,6 +338,7 @@ def pair_layer(
             tensor=down.name,
         )
     layer = low_rank_layer(name, up, down, 1.0, layer_type=layer_type)
+    layer = replace(layer, keys=tuple(tensor.name for tensor in roles.values()))
     if "alpha" not in roles:
         return replace(layer, scale=scale_of(name, layer.rank))
     alpha = roles["alpha"]
@@ -349,6 +376,45 @@ def _lora_layers(
             )
     stacks.check_complete(layer.name for layer in layers)
     return layers
+
+
+def _adalora_layers(modules: Mapping[str, Roles], linear: str, config: Config) -> list[Layer]:
+    """Make the layers of PEFT's AdaLoRA, ``ΔW = B diag(E) A · alpha / (init_r + 1e-5)``.
+
+    The divisor stays that of the first rank when ranks are pruned (PEFT 0.21,
+    ``resize_modules_by_rank_pattern``); layers of rank 0 are none.
+    """
+    first_rank = config.integer("init_r", 12)
+    alpha = config.number("lora_alpha", 8)
+    kept = {}
+    for name, mask in config.mapping("rank_pattern").items():
+        if not isinstance(mask, list) or not all(isinstance(bit, bool) for bit in mask):
+            raise config.error("rank_pattern", "lists of true and false")
+        kept[name.partition(ADALORA_VALUES)[0]] = sum(mask)
+    layers: list[Layer] = []
+    for name, roles in modules.items():
+        require_roles(name, roles, ("up", "down", "singular values"))
+        down = roles["down"]
+        values = roles["singular values"]
+        rank = kept.get(name, first_rank)
+        if down.shape[:1] != (rank,) or values.shape != (rank, 1):
+            raise down.error(
+                f"shape {down.shape} with singular values {values.shape}, but the config says "
+                f"rank {rank}; correct init_r or rank_pattern in {config.path.name}"
+            )
+        if rank == 0:
+            continue
+        product = derived_tensor(down, down.shape, partial(_scaled_rows, values, down))
+        layer = low_rank_layer(name, roles["up"], product, 1.0, layer_type=linear)
+        scale = (alpha if alpha > 0.0 else rank) / (first_rank + 1e-5)
+        keys = tuple(tensor.name for tensor in roles.values())
+        layers.append(replace(layer, scale=scale, keys=keys))
+    return layers
+
+
+def _scaled_rows(values: StoredTensor, rows: StoredTensor) -> Array:
+    """Return diag(E) A in double precision."""
+    return values.load(double=True) * rows.load(double=True)
 
 
 def _module_name(stored: str, roles: Roles) -> str:
@@ -421,10 +487,11 @@ def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
 
 
 def _check_unique(layers: list[Layer], bundle: Bundle) -> None:
-    names = [layer.name for layer in layers]
-    for name in names:
-        if names.count(name) > 1:
-            raise CheckpointError("is held under two names", path=bundle.weights, tensor=name)
+    seen: set[str] = set()
+    for layer in layers:
+        if layer.name in seen:
+            raise CheckpointError("is held under two names", path=bundle.weights, tensor=layer.name)
+        seen.add(layer.name)
 
 
 # -- where scales come from ------------------------------------------------------------------------
@@ -472,7 +539,7 @@ def _mlx_scale(bundle: Bundle) -> float | None:
 
 # -- what a PEFT config may say --------------------------------------------------------------------
 
-ALPHA_FIELDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
+ALPHA_FIELDS = {"LORA": "lora_alpha", "ADALORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
 """What the types of PEFT that are read here call alpha."""
 REFUSED_FIELDS = {
     "use_dora": DORA_NEEDS_BASE,
@@ -536,6 +603,18 @@ LYCORIS_FIELDS = {
     "use_effective_conv2d",
 }
 """Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
+ADALORA_FIELDS = {
+    "beta1",
+    "beta2",
+    "deltaT",
+    "init_r",
+    "orth_reg_weight",
+    "target_r",
+    "tfinal",
+    "tinit",
+    "total_step",
+}
+"""Further fields of AdaLoRA, which but for init_r are of its training."""
 
 
 def check_supported(config: Config) -> tuple[str, ...]:
@@ -554,8 +633,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
     peft_type = config.text("peft_type")
     if peft_type not in ALPHA_FIELDS:
         raise UnsupportedError(
-            f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are (merge it, or "
-            "convert it to LoRA with PEFT first)",
+            f"peft_type {peft_type[:40]!r} is not read; LORA, ADALORA, LOHA, LOKR and LSR are "
+            "(merge it, or convert it to LoRA with PEFT first)",
             path=config.path,
         )
     refuse_fields(config, REFUSED_FIELDS)
@@ -566,7 +645,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
             "B·A is not the update; save again with path_initial_model_for_weight_conversion",
             path=config.path,
         )
-    known = LORA_FIELDS if peft_type == "LORA" else LORA_FIELDS | LYCORIS_FIELDS
+    others = {"LORA": set[str](), "ADALORA": ADALORA_FIELDS}.get(peft_type, LYCORIS_FIELDS)
+    known = LORA_FIELDS | others
     unknown = sorted(name for name, value in config.raw.items() if value and name not in known)
     for name in unknown:
         if name.startswith("use_"):

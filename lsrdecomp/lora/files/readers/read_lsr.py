@@ -21,7 +21,6 @@ from lsrdecomp.lora.files.adapter_config import (
     missing_modules,
 )
 from lsrdecomp.lora.files.format import (
-    NOT_READ,
     PREFIX,
     Bundle,
     make_checkpoint,
@@ -32,7 +31,7 @@ from lsrdecomp.lora.files.format import (
 from lsrdecomp.lora.files.packed import NUMBERS, IndexEntry, PackedLayer
 from lsrdecomp.lora.files.packed_index import FIELD, OLDER_INDEX, Index, index_and_numbers
 from lsrdecomp.lora.files.read_limits import MAX_AXES
-from lsrdecomp.lora.files.records import Checkpoint, KroneckerLayer
+from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, KroneckerLayer
 from lsrdecomp.lora.files.tensors import FLOATS, Array, StoredTensor
 
 if TYPE_CHECKING:

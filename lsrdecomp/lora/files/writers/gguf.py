@@ -275,6 +275,8 @@ def write_gguf(
     """
     gguf = import_gguf()
     out = Path(out_file)
+    if source is not None:
+        source.refuse_carried()
     if extras is None:
         extras = source.extras if source else {}
     _check_request(out, storage, extras)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from lsrdecomp.lora.files.records import Checkpoint
+    from lsrdecomp.lora.files.records import Checkpoint, LoraLayer
 
 
 class PairWriter(TensorWriter):
@@ -36,6 +36,9 @@ class PairWriter(TensorWriter):
         The source's.
     ranks : dict of str to int
         Of the layers that came.
+    alphas : dict of str to float
+        The lora_alpha that goes with each: its rank, since the scale is in B, but for layers that
+        were carried.
 
     Examples
     --------
@@ -51,6 +54,7 @@ class PairWriter(TensorWriter):
         self.source = source
         self.layers = {layer.name: layer for layer in source.layers} if source else {}
         self.ranks: dict[str, int] = {}
+        self.alphas: dict[str, float] = {}
         self._norm = 0.0
         self._rounding = 0.0
 
@@ -89,7 +93,7 @@ class PairWriter(TensorWriter):
         check_pair(name, up, down, layer)
         if rank is not None:
             up, down = _padded(name, up, down, rank)
-        self.ranks[name] = down.shape[0]
+        self.ranks[name] = self.alphas[name] = down.shape[0]
         stored_up = cast(up if scale == 1.0 else up / scale, storage, up_key)
         stored_down = cast(down, storage, down_key)
         self._measure(up, down, stored_up, stored_down, scale)
@@ -140,10 +144,16 @@ class PairWriter(TensorWriter):
             self._measure(up, down, stored_up, stored_down, 1.0)
             expert = int(name.rpartition(".")[2])
             stored[expert] = stored_up, stored_down
-        self.ranks[stack] = max(down.shape[0] for _, down in stored.values())
+        self.ranks[stack] = self.alphas[stack] = max(down.shape[0] for _, down in stored.values())
         ups, downs = stack_experts(stored, count)
         self.add(down_key, downs)
         self.add(up_key, ups)
+
+    def carry(self, name: str, layer: LoraLayer) -> None:
+        """Note the rank and the scale of a layer whose tensors are added as they are."""
+        alpha = layer.scale * layer.rank
+        self.ranks[name] = layer.rank
+        self.alphas[name] = int(alpha) if alpha.is_integer() else alpha
 
     def _measure(
         self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float

@@ -11,7 +11,7 @@ from lsrdecomp.lora.files.writers.same import write_same
 from lsrdecomp.lora.files.writers.table import WRITERS, Export, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from lsrdecomp.lora.files.records import Checkpoint
     from lsrdecomp.lora.files.tensors import StoredTensor
@@ -28,13 +28,15 @@ def write_pairs(
     extras: Mapping[str, StoredTensor] | None = None,
     force: bool = False,
     provenance: Mapping[str, Any] | None = None,
+    carried: Collection[str] = (),
 ) -> Path:
     """Write pairs with ``ΔW = B @ A``, the scale in B, in a source's format or for image programs.
 
-    "same": keys, types, alphas and metadata are the source's; layers that do not come are left out.
-    An alpha keeps its value, and the factor by which alpha / rank differs goes into B. Of PEFT's
-    and mlx-lm's directories the config follows the ranks, as does diffusers' config in the header;
-    where a program has one rank for all layers (loralib, torchtune), all are padded to the largest.
+    "same": keys, types, alphas and metadata are the source's; tensors that are no pair are copied.
+    Layers that do not come are left out, unless they are carried. An alpha keeps its value, and
+    the factor by which alpha / rank differs goes into B. Of PEFT's and mlx-lm's directories the
+    config follows the ranks, as does diffusers' config in the header; where a program has one rank
+    for all layers (loralib, torchtune), all are padded to the largest.
 
     "kohya": alpha is the rank everywhere. Names that start with ``lora_`` are kept; diffusers'
     (``unet.…``, ``text_encoder.…``) are flattened, those of text encoders with the level
@@ -59,6 +61,8 @@ def write_pairs(
         Whether what is there may be replaced.
     provenance : Mapping, optional
         JSON values for the record in the header.
+    carried : collection of str
+        Of "same": layers of the source that do not come and are copied with all their tensors.
 
     Returns
     -------
@@ -114,4 +118,5 @@ def write_pairs(
         extras=export.other_tensors,
         force=force,
         provenance=provenance,
+        carried=carried,
     )

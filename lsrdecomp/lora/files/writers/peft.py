@@ -20,7 +20,7 @@ from lsrdecomp.lora.files.writers.pair_writer import PairWriter
 from lsrdecomp.lora.files.writing import WEIGHTS, new_directory, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from lsrdecomp.lora.files.records import Checkpoint
     from lsrdecomp.lora.files.tensors import Array, StoredTensor
@@ -45,6 +45,7 @@ def write_lora(
     profile: str = "peft",
     rank: int | None = None,
     provenance: Mapping[str, Any] | None = None,
+    carried: Collection[str] = (),
 ) -> Path:
     """Write a PEFT LoRA directory with ``ΔW = B @ A``.
 
@@ -74,6 +75,8 @@ def write_lora(
         Whether an adapter directory that is there may be replaced.
     provenance : Mapping, optional
         JSON values for the record in the header.
+    carried : collection of str
+        Layers of a PEFT source that do not come: their tensors are copied, whole stacks of them.
 
     Returns
     -------
@@ -107,6 +110,8 @@ def write_lora(
         config = source.config if source else {}
     if extras is None:
         extras = source.extras if source else {}
+    if source is not None:
+        source.refuse_carried()
     stacks = Stacks(config, out)
     padded_rank = None
     if profile == "common":
@@ -120,6 +125,9 @@ def write_lora(
     ):
         # 2. The pairs as they come, then the other tensors.
         names = _add_layers(writer, layers, stacks, storage, padded_rank)
+        if source is not None:
+            _carry_layers(writer, source, carried, stacks)
+        names |= set(carried)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
         # 3. The config for what came.
@@ -183,6 +191,19 @@ def _add_layers(
     return names
 
 
+def _carry_layers(
+    writer: PairWriter, source: Checkpoint, names: Collection[str], stacks: Stacks
+) -> None:
+    """Copy the tensors of layers, each tensor of a stack once."""
+    keys: dict[str, None] = {}
+    for name in names:
+        layer = source.layer(name)
+        writer.carry(stacks.parameter_of_layer(name) or name, layer)
+        keys |= dict.fromkeys(layer.keys)
+    for key in keys:
+        writer.add(key, source.tensors[key].read())
+
+
 def _keys(module: str, endings: tuple[str, str]) -> tuple[str, str]:
     down, up = endings
     return f"{module}.{down}", f"{module}.{up}"
@@ -204,16 +225,18 @@ def _count_experts(stack: str, source: Checkpoint | None) -> int:
 
 
 def _lora_fields(writer: PairWriter) -> dict[str, Any]:
-    """Return the fields of LoRA in a config; alpha is the rank, since the scale is in B."""
+    """Return the fields of LoRA in a config, with the alphas that the writer says."""
     ranks = writer.ranks
+    alphas = writer.alphas
     common = most_common(ranks)
+    common_alpha = most_common(alphas)
     layer_types = {layer.layer_type for name, layer in writer.layers.items() if name in ranks}
     return {
         "peft_type": "LORA",
         "r": common,
-        "lora_alpha": common,
+        "lora_alpha": common_alpha,
         "rank_pattern": patterns(ranks, common),
-        "alpha_pattern": patterns(ranks, common),
+        "alpha_pattern": patterns(alphas, common_alpha),
         "fan_in_fan_out": "conv1d" in layer_types,
         "use_rslora": False,
         "use_dora": False,

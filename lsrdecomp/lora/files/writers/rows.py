@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 def write_export(row: Writer | OwnWriter, export: Export) -> Path:
     """Write an adapter in the format of a row, whole or not at all, and return its path."""
+    if row.name != "same" and export.source is not None:
+        export.source.refuse_carried()
     if isinstance(row, Writer):
         return _write_named(row, export)
     return OWN[row.name](export)

@@ -7,21 +7,25 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.errors import UnsupportedError
+import numpy as np
+
+from lsrdecomp.errors import StorageRangeError, UnsupportedError
 from lsrdecomp.lora.files.adapter_config import most_common, patterns
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
 from lsrdecomp.lora.files.readers.layouts import METADATA
 from lsrdecomp.lora.files.records import LOKR_STAYS, Checkpoint, LoraLayer
+from lsrdecomp.lora.files.tensors import cast
 from lsrdecomp.lora.files.writers.gguf import read_base, write_gguf
 from lsrdecomp.lora.files.writers.pair_writer import PairWriter, check_file_name
 from lsrdecomp.lora.files.writers.peft import write_lora
 from lsrdecomp.lora.files.writing import new_directory, new_file, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
+    from lsrdecomp.lora.files.records import Layer
     from lsrdecomp.lora.files.tensors import Array, StoredTensor
 
     Pairs = Iterable[tuple[str, Array, Array]]
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 GGUF_STORAGES = {"float16": "f16", "float32": "f32", "bfloat16": "f32"}
 """Types of GGUF files that hold the numbers of ours."""
 MLX_FORMATS = ("mlx", "mlx-vlm")
+PEFT_FORMATS = ("peft-lora", "peft-adalora")
+"""Directories that become PEFT's LoRA."""
 MODEL_HASH = "sshs_model_hash"
 """The digest of the tensors' bytes that sd-scripts writes into a header."""
 LEGACY_HASH = "sshs_legacy_hash"
@@ -61,19 +67,27 @@ def file_or_directory(like: Checkpoint) -> str:
         raise UnsupportedError(
             "is an LSR adapter: name the LoRA that it was made from by --like", path=like.path
         )
-    for layer in like.layers:
-        if not isinstance(layer, LoraLayer):
-            raise UnsupportedError(LOKR_STAYS, path=like.path, tensor=layer.name)
-        if ".hada_" in layer.up.name:
-            raise UnsupportedError(
-                "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
-                "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
-                "--to lora)",
-                path=like.path,
-                tensor=layer.name,
-            )
+    if not any(map(is_pair, like.layers)):
+        _refuse_no_pair(like, like.layers[0])
     is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
-    return "directory" if is_mlx_directory or like.format == "peft-lora" else "file"
+    return "directory" if is_mlx_directory or like.format in PEFT_FORMATS else "file"
+
+
+def is_pair(layer: Layer) -> bool:
+    """Return whether a layer is a pair in its file, and not read as one, as LoHa is."""
+    return isinstance(layer, LoraLayer) and bool(layer.keys)
+
+
+def _refuse_no_pair(like: Checkpoint, layer: Layer) -> None:
+    """Raise `UnsupportedError` for a layer that has no pair in its file to be written as."""
+    reason = LOKR_STAYS
+    if isinstance(layer, LoraLayer):
+        reason = (
+            "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+            "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
+            "--to lora)"
+        )
+    raise UnsupportedError(reason, path=like.path, tensor=layer.name)
 
 
 @dataclass(frozen=True)
@@ -98,13 +112,15 @@ def rank_rule(like: Checkpoint) -> RankRule:
     """Return the rule for the ranks of a file that `write_pairs` writes like another."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
-        is_pair = isinstance(layer, LoraLayer)
-        groups[layer.up.name if is_pair else layer.name].append(index)
-    has_one_alpha = like.config.get("lora_alpha") is not None
-    return RankRule(
-        groups=tuple(map(tuple, groups.values())),
-        is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
-    )
+        is_lora = isinstance(layer, LoraLayer)
+        groups[layer.up.name if is_lora else layer.name].append(index)
+    return RankRule(groups=tuple(map(tuple, groups.values())), is_common=_has_one_alpha(like))
+
+
+def _has_one_alpha(like: Checkpoint) -> bool:
+    """Return whether one alpha outside of the file is divided by the rank of all layers."""
+    is_outside = like.format in ("loralib", "torchtune")
+    return is_outside and like.config.get("lora_alpha") is not None
 
 
 def write_same(
@@ -116,6 +132,7 @@ def write_same(
     extras: Mapping[str, StoredTensor],
     force: bool,
     provenance: Mapping[str, Any] | None,
+    carried: Collection[str] = (),
 ) -> Path:
     """Write pairs in the format of ``like``, as `write_pairs` says."""
     if like.format == "gguf":
@@ -129,7 +146,7 @@ def write_same(
             storage=gguf_storage or "f16",
             force=force,
         )
-    if like.format == "peft-lora":
+    if like.format in PEFT_FORMATS:
         return write_lora(
             out,
             source=like,
@@ -138,6 +155,7 @@ def write_same(
             extras=extras,
             force=force,
             provenance=provenance,
+            carried=carried,
         )
     is_directory = file_or_directory(like) == "directory"  # mlx-lm's
     if not is_directory:
@@ -149,10 +167,14 @@ def write_same(
     ):
         # 1. The pairs, then the other tensors.
         _add_same(writer, like, layers, storage)
+        types = {storage or layer.dtype for layer in like.layers if layer.name in writer.ranks}
+        for name in carried:
+            writer.carry(name, like.layer(name))
+        for key, tensor in carried_tensors(like, carried).items():
+            writer.add(key, tensor.read())
         for key, tensor in extras.items():
             writer.add(key.removeprefix(PREFIX), tensor.read())
         # 2. What the file says of them.
-        types = {storage or layer.dtype for layer in like.layers if layer.name in writer.ranks}
         record = writer.record(provenance, storage="+".join(sorted(types)))
         header = _same_metadata(like, writer) | record
         if is_directory:
@@ -162,6 +184,19 @@ def write_same(
         else:
             writer.write(part, writer.with_digests(header))
     return out
+
+
+def carried_tensors(like: Checkpoint, carried: Collection[str]) -> dict[str, StoredTensor]:
+    """Return what a cut copies: tensors of carried layers, and those that are no pair.
+
+    Extras are told apart.
+    """
+    others = {tensor.name for tensor in like.extras.values()}
+    names = set(carried)
+    for layer in like.layers:
+        if is_pair(layer) and layer.name not in names:
+            others.update(layer.keys)
+    return {key: tensor for key, tensor in like.tensors.items() if key not in others}
 
 
 def _mlx_config(like: Checkpoint, ranks: Mapping[str, int]) -> dict[str, Any]:
@@ -178,19 +213,16 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
     """Add the pairs of all layers under the keys that ``like`` has for them."""
     rule = rank_rule(like)
     common_rank = None
-    common_scale = 1.0
     if rule.is_common:
         layers = list(layers)
         common_rank = max(down.shape[0] for _, _, down in layers)
-        common_scale = like.config["lora_alpha"] / common_rank
     for name, up, down in layers:
-        layer: LoraLayer = like.layer(name)
-        scale = common_scale
+        layer = like.layer(name)
+        if not is_pair(layer):
+            _refuse_no_pair(like, layer)
         if layer.alpha is not None:
-            scale = alpha_scale(layer.alpha, down.shape[0])
             writer.add(layer.alpha.name, layer.alpha.read())
-        elif like.format in MLX_FORMATS:
-            scale = layer.scale
+        scale = _stored_scale(like, layer, common_rank or down.shape[0])
         writer.add_pair(
             name,
             up,
@@ -203,6 +235,52 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
         )
 
 
+def _stored_scale(like: Checkpoint, layer: LoraLayer, rank: int) -> float:
+    """Return what readers multiply a pair of this rank by, in a file like another."""
+    if layer.alpha is not None:
+        return alpha_scale(layer.alpha, rank)
+    if like.format in MLX_FORMATS:
+        return layer.scale
+    if _has_one_alpha(like):
+        return float(like.config["lora_alpha"]) / rank
+    return 1.0
+
+
+def pair_as_read(
+    like: Checkpoint, name: str, up: Array, down: Array, *, storage: str | None, rank: int
+) -> tuple[Array, Array]:
+    """Round a pair as `write_same` does; return what a reader of the file will get.
+
+    Parameters
+    ----------
+    like : Checkpoint
+    name : str
+    up, down : Array
+        B (m, r) and A (r, n) with ``ΔW = B @ A``.
+    storage : str, optional
+        Type of both; absent, that of the layer in ``like``.
+    rank : int
+        The rank that the file gives the layer, zeros included.
+
+    Raises
+    ------
+    StorageRangeError
+        If a number overflows, with the layer and a storage that holds it.
+    """
+    layer = like.layer(name)
+    if like.format == "gguf":
+        return up, down  # in blocks: measured when it is written
+    if like.format in PEFT_FORMATS:
+        storage = storage or like.storage
+    scale = _stored_scale(like, layer, rank)
+    halves = (up if scale == 1.0 else up / scale, down)
+    try:
+        stored_up, stored_down = (cast(half, storage or layer.dtype, name) for half in halves)
+    except StorageRangeError as error:
+        raise error.in_file(like.path) from None
+    return np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
+
+
 def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
     """Return the metadata of ``like``, with what it says of ranks and hashes made true."""
     metadata = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
@@ -210,7 +288,7 @@ def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
         metadata[MODEL_HASH] = writer.sha256()
     metadata |= _network_metadata(metadata, writer.ranks)
     if METADATA in metadata:
-        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer.ranks)
+        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer)
     return metadata
 
 
@@ -229,22 +307,22 @@ def _network_metadata(metadata: Mapping[str, str], ranks: Mapping[str, int]) -> 
     return {NETWORK_DIM: dim, TRAINING_COMMENT: comment}
 
 
-def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
-    """Update diffusers' config of the components, with alpha equal to the rank everywhere."""
-    components: dict[str, dict[str, int]] = {}
-    for name, rank in ranks.items():
-        component, _, module = name.partition(".")
-        components.setdefault(component, {})[module] = rank
-    for component, ranks_of_component in components.items():
+def _header_config(config: dict[str, Any], writer: PairWriter) -> str:
+    """Update diffusers' config of the components: their ranks, and the alphas that go with them."""
+    for component in sorted({name.partition(".")[0] for name in writer.ranks}):
         if not any(key.startswith(f"{component}.") for key in config):
             continue
-        common = most_common(ranks_of_component)
-        rank_patterns = patterns(ranks_of_component, common)
-        config |= {
-            f"{component}.r": common,
-            f"{component}.lora_alpha": common,
-            f"{component}.rank_pattern": rank_patterns,
-            f"{component}.alpha_pattern": rank_patterns,
-            f"{component}.use_rslora": False,
-        }
+        for field, pattern, values in (
+            ("r", "rank_pattern", writer.ranks),
+            ("lora_alpha", "alpha_pattern", writer.alphas),
+        ):
+            of_component = {
+                name.removeprefix(f"{component}."): value
+                for name, value in values.items()
+                if name.startswith(f"{component}.")
+            }
+            common = most_common(of_component)
+            config[f"{component}.{field}"] = common
+            config[f"{component}.{pattern}"] = patterns(of_component, common)
+        config[f"{component}.use_rslora"] = False
     return json.dumps(config, sort_keys=True)

@@ -96,6 +96,7 @@ def write_lsr(
         If the factors of a layer do not go together.
     """
     out = Path(out_dir)
+    source.refuse_carried()
     source_layers = {layer.name: layer for layer in source.layers}
     entries: dict[str, list[Any]] = {}
 
