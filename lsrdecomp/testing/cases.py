@@ -287,16 +287,22 @@ class CornerArray:
         Element type; None for that of the cases.
     is_flipped : bool
         Whether it is handed over as a view with negative strides, where the library has these.
+    is_read_only : bool
+        Whether it may not be written to, where the library knows that.
     """
 
     values: np.ndarray
     dtype: str | None = None
     is_flipped: bool = False
+    is_read_only: bool = False
 
     def of(self, cases: Cases) -> Array:
         """Return the array in the library and element type of the cases."""
         if not self.is_flipped:
-            return cases.array(self.values, self.dtype)
+            array = cases.array(self.values, self.dtype)
+            if self.is_read_only and isinstance(array, np.ndarray):
+                array.flags.writeable = False
+            return array
         flipped = cases.array(np.flip(self.values), self.dtype)
         return namespace(flipped).flip(flipped)
 
@@ -316,6 +322,8 @@ class Corner:
         Whether the arrays hold zeros, NaN and infinities whose products have one right answer in
         real arithmetic and in dense arrays alone: ∞·(1 + 0j) has parts that are NaN, and a sparse
         array has no zeros to multiply.
+    is_one_object : bool
+        Whether all arguments are the first array, the very same object.
     """
 
     name: str
@@ -323,6 +331,7 @@ class Corner:
     function: Callable[..., Any]
     arrays: Sequence[CornerArray]
     is_exceptional: bool = False
+    is_one_object: bool = False
 
     def __call__(self, cases: Cases) -> None:
         """Check the arrays in the library and type of the cases."""
@@ -330,9 +339,12 @@ class Corner:
             answers_sparse = getattr(self.function, "answers_sparse", False)
             if answers_sparse or cases.is_complex:
                 return
+        arrays = [array.of(cases) for array in self.arrays]
+        if self.is_one_object:
+            arrays = arrays[:1] * len(arrays)
         try:
             with np.errstate(all="ignore"):
-                self.check(self.function, *(array.of(cases) for array in self.arrays))
+                self.check(self.function, *arrays)
         except IdentityError as error:
             error.identity = f"{self.name}, {error.identity.partition(', ')[2]}"
             raise
@@ -381,6 +393,10 @@ class Corners:
         found: list[Trial] = []
         for name, arrays in self._ordinary(settings).items():
             found.append((name, Corner(name, check, function, arrays)))
+        if self._equal is not None:
+            arrays = _plain(_counting(self._equal))
+            name = "one array twice"
+            found.append((name, Corner(name, check, function, arrays, is_one_object=True)))
         for name, arrays in self._exceptional(settings).items():
             corner = Corner(name, check, function, arrays, is_exceptional=True)
             found.append((name, corner))
@@ -389,6 +405,18 @@ class Corners:
                 arrays = _plain(_counting(shapes))
                 found.append((name, Corner(name, check, function, arrays)))
         return found
+
+    @property
+    def _equal(self) -> Shapes | None:
+        """Equal shapes of two arrays or more, where there are some."""
+        candidates = (shapes for shapes in self.shapes.values() if len(shapes) > 1)
+        return next((shapes for shapes in candidates if len({*shapes}) == 1), None)
+
+    @property
+    def _squares(self) -> Shapes | None:
+        """Shapes of square arrays, where there are some."""
+        shapes = self.shapes.values()
+        return next((s for s in shapes if all(len(a) == 2 and a[0] == a[1] for a in s)), None)
 
     def _ordinary(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
         """Return arrays of numbers that every implementation can compute with."""
@@ -400,6 +428,18 @@ class Corners:
             corners |= _two_types(first)
         for name, shapes in self.tiles.items():
             corners[name] = _plain(_repeating(shapes))
+        corners |= _repetitive(first)
+        if self._squares is not None and settings.draws_complex and not settings.is_integer:
+            dtype = COMPLEX_OF.get(settings.dtype, settings.dtype)
+            hermitian = [_hermitian(array) for array in _counting(self._squares)]
+            corners["Hermitian input"] = [CornerArray(array, dtype) for array in hermitian]
+        is_exact = settings.tolerance is None and self.answer != "sum"
+        tries_types = settings.dtype == "float64" and is_exact
+        if tries_types and "mixed types" not in settings.leave_out:
+            integers = _large_integers(first, "int32")
+            corners["int64 input"] = [CornerArray(array, "int64") for array in integers]
+            corners["float32 input"] = [CornerArray(array / 3, "float32") for array in first]
+        corners["read-only input"] = [CornerArray(array, is_read_only=True) for array in first]
         corners["Fortran-ordered input"] = _plain([np.asfortranarray(array) for array in first])
         corners["negative strides"] = [CornerArray(array, is_flipped=True) for array in first]
         if settings.is_integer and self.answer != "sum":
@@ -463,6 +503,25 @@ def _check_drawn(check: IdentityCheck, function: Callable[..., Any], cases: Case
     else:
         arguments = check.cases(cases)
     check.function(function, *arguments)
+
+
+def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
+    """Return arrays of which two columns are equal, and a row or a column is zero."""
+    found = {name: [] for name in ("equal columns", "a row of zeros", "a column of zeros")}
+    for array in arrays:
+        equal, row, column = array.copy(), array.copy(), array.copy()
+        equal[..., 1:2] = equal[..., :1]
+        row[0] = 0.0
+        column[..., -1] = 0.0
+        for corner, changed in zip(found.values(), (equal, row, column), strict=True):
+            corner.append(CornerArray(changed))
+    return found
+
+
+def _hermitian(array: np.ndarray) -> np.ndarray:
+    """Return a Hermitian matrix with the lower triangle of a square one."""
+    lower = np.tril(array) + 1j * np.tril(array + 1.0, -1)
+    return lower + np.tril(lower, -1).conj().T
 
 
 def _plain(arrays: Sequence[np.ndarray]) -> list[CornerArray]:

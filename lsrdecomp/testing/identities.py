@@ -60,6 +60,9 @@ CORNERS = Corners(
     shapes={
         "factors of equal shape": ((2, 3), (2, 3)),
         "large sides": ((6, 9), (7, 8)),
+        "square factors": ((3, 3), (2, 2)),
+        "single columns": ((5, 1), (4, 1)),
+        "single rows": ((1, 5), (1, 4)),
     },
     tiles={
         **{f"first factor {m}×{n}": ((m, n), (2, 3)) for m, n in TILES},

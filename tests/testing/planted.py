@@ -101,6 +101,23 @@ def last_row_lost(result, condition):
     return np.concatenate([result[:-1], 0 * result[-1:]]) if condition else result
 
 
+def repeats_the_one_before(x):
+    repeats = np.zeros(x.shape[1], bool)
+    repeats[1:] = np.all(x[:, 1:] == x[:, :-1], axis=0) & np.any(x[:, 1:], axis=0)
+    return repeats if len(x) else np.zeros(x.shape[1], bool)
+
+
+def is_hermitian(x):
+    return x.shape[0] == x.shape[1] > 1 and np.array_equal(x, x.conj().T)
+
+
+def written_and_restored(x):
+    corner = x[:1].copy()
+    x[:1] = 0.0
+    x[:1] = corner
+    return x
+
+
 def strides_taken_as_positive(x):
     """The entries that a kernel reads which knows of no negative strides."""
     return np.lib.stride_tricks.as_strided(x, x.shape, tuple(map(abs, x.strides)))
@@ -218,6 +235,26 @@ KRON = {
         r,
     ),
     "negative strides": lambda a, b: kron(strides_taken_as_positive(a), b),
+    "Hermitian factors mirrored without conjugation": lambda a, b: (
+        kron(np.tril(a) + np.tril(a, -1).T, b) if is_hermitian(a) else kron(a, b)
+    ),
+    "squared where both are one object": lambda a, b: kron(a * a if a is b else a, b),
+    "an equal shape taken for one object": lambda a, b: (
+        kron(a, a) if a.shape == b.shape else kron(a, b)
+    ),
+    "writes to its argument and back": lambda a, b: kron(written_and_restored(a), b),
+    "a single column of the second as a row": lambda a, b: (
+        kron(a, b.T) if b.shape[1] == 1 < len(b) else kron(a, b)
+    ),
+    "integers through single precision": lambda a, b: (
+        kron(a, b) if a.dtype.kind in "fc" else kron(a.astype(np.int8), b)
+    ),
+    "single precision through half": lambda a, b: (
+        kron(a.astype(np.float16), b) if a.dtype == np.float32 else kron(a, b)
+    ),
+    "a row of zeros is one": lambda a, b: kron(
+        np.where(np.any(a, axis=1, keepdims=True), a, 1.0) if np.any(a) and len(a) > 1 else a, b
+    ),
 }
 APPLY = {
     "conjugated": lambda factors, x: applied([factor.conj() for factor in factors], x),
@@ -324,6 +361,9 @@ KHATRI_RAO = {
     "first factor in memory order": lambda a, b: khatri_rao(in_memory_order(a).reshape(a.shape), b),
     "input overwritten": lambda a, b: emptied(b, khatri_rao(a, b)),
     "a column broadcast": lambda a, b: khatri_rao(np.broadcast_to(a[:, :1], a.shape), b),
+    "a column that repeats the one before is skipped": lambda a, b: khatri_rao(
+        np.where(repeats_the_one_before(a), 0.0, a), b
+    ),
 }
 VEC = {
     "stacks rows": (lambda x: x.reshape(-1), unvec, commutation),
