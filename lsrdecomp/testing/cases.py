@@ -507,21 +507,25 @@ def _check_drawn(check: IdentityCheck, function: Callable[..., Any], cases: Case
 
 def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
     """Return arrays of which two columns are equal, and a row or a column is zero."""
-    found = {name: [] for name in ("equal columns", "a row of zeros", "a column of zeros")}
-    for array in arrays:
-        equal, row, column = array.copy(), array.copy(), array.copy()
-        equal[..., 1:2] = equal[..., :1]
-        row[0] = 0.0
-        column[..., -1] = 0.0
-        for corner, changed in zip(found.values(), (equal, row, column), strict=True):
-            corner.append(CornerArray(changed))
-    return found
+    equal, rows, columns = ([array.copy() for array in arrays] for _ in range(3))
+    for array in equal:
+        array[..., 1:2] = array[..., :1]
+    for array in rows:
+        array[0] = 0.0
+    for array in columns:
+        array[..., -1] = 0.0
+    return {
+        "equal columns": _plain(equal),
+        "a row of zeros": _plain(rows),
+        "a column of zeros": _plain(columns),
+    }
 
 
 def _hermitian(array: np.ndarray) -> np.ndarray:
     """Return a Hermitian matrix with the lower triangle of a square one."""
     lower = np.tril(array) + 1j * np.tril(array + 1.0, -1)
-    return lower + np.tril(lower, -1).conj().T
+    upper: np.ndarray = np.tril(lower, -1).conj().T
+    return lower + upper
 
 
 def _plain(arrays: Sequence[np.ndarray]) -> list[CornerArray]:
