@@ -154,7 +154,7 @@ def verify(
     Parameters
     ----------
     source : Checkpoint
-        The LoRA that ``written`` was made from.
+        The LoRA, LoHa or LoKr that ``written`` was made from.
     written : Checkpoint
         An LSR directory, a truncated LoRA, or an export of either.
     on_step : callable, optional

@@ -9,7 +9,7 @@ from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.arrays import tail_norms
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.lora.files.progress import Counter, OnStep
-from lsrdecomp.lora.search.layers import layer_pair
+from lsrdecomp.lora.search.layers import layer_pair, require_lora
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.threads import one_blas_thread
 
@@ -68,6 +68,7 @@ def adapter_curves(
     norms = []
     measured = Counter(on_step, "measuring curves", len(checkpoint.layers), "layers")
     for layer in checkpoint.layers:
+        require_lora(checkpoint, layer)
         pair = layer_pair(checkpoint, layer)
         norms.append(pair.norm)
         low_rank.append(_truncations(pair))

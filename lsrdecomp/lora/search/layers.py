@@ -255,7 +255,7 @@ def open_layers(
     """
     # Check all layers before the first is read.
     for layer in checkpoint.layers:
-        _require_lora(checkpoint, layer)
+        require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
             raise BudgetError(
                 f"{layer.name}: no statistics for this layer; calibrate with this adapter's "
@@ -289,11 +289,12 @@ def pair_entries(pair: LowRank) -> int:
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
-    """Return ΔW of a LoRA layer with its scale folded into B, in double precision.
+    """Return ΔW of a layer with its scale folded into B, in double precision.
 
-    Raises `CheckpointError` if ‖ΔW‖ may exceed `MAX_NORM`.
+    Raises `CheckpointError` if ‖ΔW‖ of a LoRA may exceed `MAX_NORM`.
     """
-    _require_lora(checkpoint, layer)
+    if not isinstance(layer, LoraLayer):
+        return LowRank(*layer_product(layer).to_lora())
     left, right = layer.load(double=True)
     # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
@@ -308,7 +309,7 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     return LowRank(left, right)
 
 
-def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
+def require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     """Raise `CheckpointError` for a layer that is not a LoRA."""
     if isinstance(layer, LoraLayer):
         return

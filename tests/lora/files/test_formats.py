@@ -646,6 +646,32 @@ def test_loralib_faults(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
+def test_a_merged_linear_in_a_peft_directory_is_read_once_it_is_unfolded(tmp_path: Path) -> None:
+    """loralib's MergedLinear with q and v of q, k, v enabled: a grouped convolution over ranks."""
+    r, columns, rows = 2, 6, 4
+    down, up = normal(2 * r, columns), normal(2 * rows, r)
+    halves = {f"{PREFIX}c_attn.lora_A.weight": down, f"{PREFIX}c_attn.lora_B.weight": up}
+    folder = write_lora_directory(tmp_path / "merged", halves, r=r, lora_alpha=3)
+    with pytest.raises(UnsupportedError) as refusal:
+        open_checkpoint(folder)
+    message = str(refusal.value)
+    assert "c_attn: rank 2 in lora_B, 4 in lora_A: loralib's MergedLinear of 2 enabled" in message
+    assert "all rows of the layer and 4 columns" in message
+    assert message.endswith("in its config r = 4 and 2 times the lora_alpha")
+    # What the message says gives what loralib computes.
+    unfolded = np.zeros((3 * rows, 2 * r), np.float32)
+    unfolded[:rows, :r] = up[:rows]
+    unfolded[2 * rows :, r:] = up[rows:]
+    halves[f"{PREFIX}c_attn.lora_B.weight"] = unfolded
+    folder = write_lora_directory(tmp_path / "unfolded", halves, r=2 * r, lora_alpha=6)
+    update = updates(open_checkpoint(folder))["c_attn"]
+    expected = np.zeros((3 * rows, columns))
+    for block, part in ((slice(rows), slice(r)), (slice(2 * rows, None), slice(r, None))):
+        half = up[:rows] if block.start is None else up[rows:]
+        expected[block] = 3 / r * half.astype(np.float64) @ down[part]
+    np.testing.assert_allclose(update, expected, rtol=1e-6)
+
+
 def test_alpha_is_asked_for_only_where_the_file_has_none(tmp_path: Path, kohya: Path) -> None:
     for path in (write_lora_directory(tmp_path / "a"), kohya):
         with pytest.raises(CheckpointError, match="leave alpha= out"):
