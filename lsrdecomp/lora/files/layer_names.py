@@ -94,6 +94,29 @@ def kohya_name(name: str, sdxl: bool = False) -> str:
     return str(flat_name(name, sdxl=sdxl))
 
 
+def mlx_name(name: str, _sdxl: bool = False) -> str:
+    """Return what mlx-lm's files call a layer of a language model: as transformers does.
+
+    Raises
+    ------
+    UnsupportedError
+        For a layer that is none of a language model, or one expert of several.
+    """
+    component, _, _ = name.partition(".")
+    components = (*COMPONENTS, "diffusion_model", "transformer_blocks")
+    if is_flat(name) or (component in components and not LANGUAGE_MODEL.match(name)):
+        raise UnsupportedError(
+            f"{name}: a layer of an image pipeline, and mlx files are of language models; write "
+            "lora instead"
+        )
+    if ".experts." in name:
+        raise UnsupportedError(
+            f"{name}: mlx-lm has one module for all experts of a block, whose adapters are stored "
+            "otherwise; write lora instead"
+        )
+    return name
+
+
 def _check_component(name: str, file_format: str, components: Iterable[str]) -> None:
     """Refuse a layer that is of none of the components of a pipeline."""
     component, _, module = name.partition(".")

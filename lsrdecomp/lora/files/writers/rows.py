@@ -60,12 +60,21 @@ def _write_named(row: Writer, export: Export) -> Path:
 def _add_layers(row: Writer, writer: PairWriter, layers: Pairs, storage: str) -> None:
     has_two_encoders = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
     down_ending, up_ending = row.endings
+    rank = None
+    if row.has_one_rank:
+        layers = list(layers)
+        rank = max((down.shape[0] for _, _, down in layers), default=None)
     for name, up, down in layers:
         module = row.name_of(name, has_two_encoders)
+        layer = writer.layers.get(name)
+        if row.transposed and layer is not None and layer.kernel:
+            raise UnsupportedError(
+                f"{name}: a convolution, which {row.name} files do not hold; write lora instead"
+            )
         if row.has_alphas:
             writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
         keys = module + down_ending, module + up_ending
-        writer.add_pair(name, up, down, keys, storage, transposed=row.transposed)
+        writer.add_pair(name, up, down, keys, storage, rank=rank, transposed=row.transposed)
 
 
 def _add_extras(row: Writer, writer: PairWriter, export: Export) -> None:

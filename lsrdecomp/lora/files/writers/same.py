@@ -86,8 +86,8 @@ class RankRule:
         Layers, by their index, that have one rank in common: experts of one stack; otherwise each
         is alone.
     is_common : bool
-        Whether all layers that are in the file have one rank, by which one alpha outside of it is
-        divided.
+        Whether all layers that are in the file have one rank: by it one alpha outside of the file
+        is divided, or the format's programs load no other.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -101,9 +101,12 @@ def rank_rule(like: Checkpoint) -> RankRule:
         is_pair = isinstance(layer, LoraLayer)
         groups[layer.up.name if is_pair else layer.name].append(index)
     has_one_alpha = like.config.get("lora_alpha") is not None
+    has_one_rank = like.format in ("loralib", "torchtune") and has_one_alpha
+    # mlx-lm loads no directory whose layers differ from the rank in its config.
+    is_mlx_directory = like.format == "mlx" and not has_one_alpha
     return RankRule(
         groups=tuple(map(tuple, groups.values())),
-        is_common=like.format in ("loralib", "torchtune") and has_one_alpha,
+        is_common=has_one_rank or is_mlx_directory,
     )
 
 
@@ -182,7 +185,8 @@ def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str 
     if rule.is_common:
         layers = list(layers)
         common_rank = max(down.shape[0] for _, _, down in layers)
-        common_scale = like.config["lora_alpha"] / common_rank
+        if like.format not in MLX_FORMATS:
+            common_scale = like.config["lora_alpha"] / common_rank
     for name, up, down in layers:
         layer: LoraLayer = like.layer(name)
         scale = common_scale
