@@ -31,6 +31,7 @@ KEYS = {
         "unet.down_blocks.0.attn1.to_q", ".lora.down.weight", ".lora.up.weight"
     ),
     "diffusers flux": pair_shapes(f"transformer.{BLOCK}", *NEW),
+    "diffusers z-image": pair_shapes("transformer.layers.0.attention.to_q", *NEW),
     "loralib": pair_shapes("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
     "torchtune": pair_shapes("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {
