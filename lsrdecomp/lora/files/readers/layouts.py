@@ -300,7 +300,7 @@ def pair_layer(
         up, down = _transposed(up), _transposed(down)
     if "mid" in roles:
         down = _with_middle(roles["mid"], down)
-    elif up.name.endswith((".lora_B", ".lora_B.weight")):
+    elif up.shape[1:] != down.shape[:1] and up.name.endswith((".lora_B", ".lora_B.weight")):
         _refuse_merged(name, up, down)
     if down.name.endswith(EMBEDDING_DOWN) or (transposed and name.endswith(MLX_EMBEDDINGS)):
         layer_type = "embedding"
