@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, UnsupportedError, unknown
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.files import Checkpoint, file_or_directory, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
 from lsrdecomp.lora.files.tensors import DTYPES, Array
 from lsrdecomp.lora.files.writers.same import RankRule, rank_rule
+from lsrdecomp.lora.files.writers.table import CUT_FORMATS
 from lsrdecomp.lora.search.layers import Layer, open_layers
 from lsrdecomp.lora.search.request import Request
 from lsrdecomp.threads import one_blas_thread
@@ -47,6 +48,8 @@ class Truncation:
         The singular values of each layer.
     ranks : tuple of int
         The rank that each layer keeps.
+    to : str
+        The format that is written: "same", the source's, or "mlx".
 
     Examples
     --------
@@ -67,6 +70,7 @@ class Truncation:
     layers: tuple[Layer, ...]
     sigma: tuple[Array, ...]
     ranks: tuple[int, ...]
+    to: str = "same"
 
     @property
     def parameters(self) -> int:
@@ -89,7 +93,7 @@ class Truncation:
 
         The ratio of the plan is among them, or the one that the plan came to.
         """
-        rule = rank_rule(self.source)
+        rule = rank_rule(self.source, self.to)
         own_ratio = self.plan.ratio or self.source.adapter_parameters / self.parameters
         for ratio in sorted({*ratios, own_ratio}):
             if ratio == own_ratio:
@@ -103,10 +107,13 @@ class Truncation:
 
     @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
-        """Write the adapter in the format of its source, without layers of rank 0.
+        """Write the adapter in the format of its source, or in ``to``, without layers of rank 0.
 
         See `lsrdecomp.lora.files.write_pairs`.
         """
+        storage = self.plan.storage
+        if self.to != "same":
+            storage = storage or self.source.storage
         record = {
             "plan": self.plan.to_json(),
             "recorded": {"total": self.relative_error, "layers": {}},
@@ -115,7 +122,8 @@ class Truncation:
             out,
             source=self.source,
             layers=self._pairs(on_step),
-            storage=self.plan.storage,
+            names=self.to,
+            storage=storage,
             force=force,
             provenance=record,
         )
@@ -143,6 +151,7 @@ def truncate(
     rtol: float | None = None,
     storage: str | None = None,
     max_rank: int | None = None,
+    to: str = "same",
     on_step: OnStep | None = None,
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
@@ -160,6 +169,8 @@ def truncate(
         A floating type, here or in the plan; absent, that of each layer.
     max_rank : int, optional
         Maximum rank of a layer.
+    to : str
+        "same", to write it in its own format, or "mlx".
     on_step : callable, optional
         Called with a `ProgressUpdate` after the singular values of each layer.
 
@@ -195,7 +206,12 @@ def truncate(
     request = Request.parse(given, plan=plan, to_file=True)
     plan = request.plan
     assert plan is not None
-    file_or_directory(checkpoint)
+    if to not in CUT_FORMATS:
+        raise UnsupportedError(
+            f"cannot cut to {unknown(to, CUT_FORMATS)}; export_lora writes others"
+        )
+    if to == "same":
+        file_or_directory(checkpoint)
     # 1. Compute the singular values of every layer.
     checkpoint.watch_source()
     layers = tuple(open_layers(checkpoint))
@@ -205,7 +221,7 @@ def truncate(
         sigma.append(to_numpy(layer.gauge[1]))
         read.add()
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
-    rule = rank_rule(checkpoint)
+    rule = rank_rule(checkpoint, to)
     if plan.rtol is not None:
         ranks = _ranks_within_error(sigma, plan.rtol, rule)
     else:
@@ -217,7 +233,7 @@ def truncate(
             "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
             "(--bytes, with --storage float16)"
         )
-    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks)
+    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks, to)
 
 
 def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from lsrdecomp.lora.files.records import LOKR_STAYS, Checkpoint, LoraLayer
 from lsrdecomp.lora.files.writers.gguf import read_base, write_gguf
 from lsrdecomp.lora.files.writers.pair_writer import PairWriter, check_file_name
 from lsrdecomp.lora.files.writers.peft import write_lora
+from lsrdecomp.lora.files.writers.table import Writer, find_writer
 from lsrdecomp.lora.files.writing import new_directory, new_file, write_json
 
 if TYPE_CHECKING:
@@ -94,8 +95,15 @@ class RankRule:
     is_common: bool
 
 
-def rank_rule(like: Checkpoint) -> RankRule:
-    """Return the rule for the ranks of a file that `write_pairs` writes like another."""
+def rank_rule(like: Checkpoint, to: str = "same") -> RankRule:
+    """Return the rule for the ranks of a file that `write_pairs` writes like another.
+
+    Or under the names of another `Writer`, which ``to`` names.
+    """
+    if to != "same":
+        writer = find_writer(to)
+        alone = tuple((index,) for index in range(len(like.layers)))
+        return RankRule(alone, is_common=isinstance(writer, Writer) and writer.has_one_rank)
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
         is_pair = isinstance(layer, LoraLayer)

@@ -193,6 +193,9 @@ WRITERS: tuple[Writer | OwnWriter, ...] = (
     OwnWriter("same", ""),
 )
 """What ``export --to`` writes."""
+CUT_FORMATS = ("same", MLX.name)
+"""What ``compress --to`` writes. Kohya's and diffusers' files may have q, k and v in one, or apart,
+which changes the size that was asked for: `export` writes them."""
 
 
 def writer_names() -> tuple[str, ...]:
