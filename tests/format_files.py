@@ -34,6 +34,7 @@ KEYS = {
     "diffsynth wan": pair_shapes(
         "blocks.0.self_attn.q", ".lora_A.default.weight", ".lora_B.default.weight"
     ),
+    "diffusers z-image": pair_shapes("transformer.layers.0.attention.to_q", *NEW),
     "loralib": pair_shapes("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
     "torchtune": pair_shapes("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {

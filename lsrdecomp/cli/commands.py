@@ -368,14 +368,9 @@ def _shares_by_size(kept: dict[str, Any], method: str, full_size: int) -> dict[f
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     """Return ‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
     from lsrdecomp.arrays import tail_norms
-    from lsrdecomp.lora.files import LoraLayer
-    from lsrdecomp.lora.search.layers import layer_pair, layer_product
-    from lsrdecomp.targets import LowRank
+    from lsrdecomp.lora.search.layers import layer_pair
 
-    if isinstance(layer, LoraLayer):
-        pair = layer_pair(checkpoint, layer)
-    else:
-        pair = LowRank(*layer_product(layer).to_lora())
+    pair = layer_pair(checkpoint, layer)
     tails = tail_norms(pair.svd[1])
     rank = next(rank for rank, tail in enumerate(tails) if tail <= 0.01 * tails[0])
     return pair.norm, rank

@@ -129,7 +129,7 @@ def compress(
     better.
 
     --out small.safetensors writes a LoRA file in its original format, and --to same a directory: a
-    plain LoRA that every tool reads, by truncated SVD, in seconds.
+    plain LoRA that every tool reads, by truncated SVD, in seconds; --to mlx one for mlx-lm.
     \f
 
     Truncated SVD has one threshold over all layers. ADAPTER may then be a directory of LoRA files,
@@ -163,7 +163,7 @@ def compress(
     opening = replace(opening, **of_opening)
     is_lsr = opening.name or "statistics" in given or "base" in given
     files = [] if is_lsr else resize.lora_files(adapter)
-    to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to == "same"
+    to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to is not None
     if outputs.report is not None and "base" in given:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE

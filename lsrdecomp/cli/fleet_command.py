@@ -15,11 +15,20 @@ from lsrdecomp.cli.compress_command import split_sizes
 from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress_bars import follow
-from lsrdecomp.cli.requests import flag
+from lsrdecomp.cli.requests import TO_SAME, flag
 from lsrdecomp.cli.run_config import read_table
 from lsrdecomp.cli.setting_options import options_of
 from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.search.plan import GOALS
+from lsrdecomp.lora.search.request import Request
+
+
+def shard_numbers(text: str) -> tuple[int, int]:
+    """Return the numbers of 3/8."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise typer.BadParameter(f"expected a part such as 3/8, got {text!r}")
+    return int(number), int(count)
 
 
 @options_of(lora.search.CompressionPlan, parsers={"inner_shape": (split_sizes, "NxN")})
@@ -55,6 +64,23 @@ def fleet(
             help="Search once for adapters of one base with the same layers, or for each alone.",
         ),
     ] = True,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            help="same: plain LoRAs in their original formats, by truncated SVD [default: LSR].",
+            autocompletion=lambda: ("same",),
+        ),
+    ] = None,
+    shard: Annotated[
+        Any,
+        typer.Option(
+            parser=shard_numbers,
+            metavar="K/N",
+            help="Only the K-th of N parts of the names: hosts that share a file system each run "
+            "one.",
+        ),
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Run on a Ray cluster: its address, or auto.")
     ] = None,
@@ -71,11 +97,19 @@ def fleet(
 ) -> None:
     """Compress every adapter below a directory.
 
-    The goal is met by each adapter on its own. A killed run resumes when it is started again. Exit
-    code 1 if an adapter failed or missed its tolerance; all others are written nevertheless.
+    The goal is met by each adapter on its own. A killed run resumes when it is started again, and
+    what was made of a source that changed since is made anew. Exit code 1 if an adapter failed or
+    missed its tolerance; all others are written nevertheless.
+
+    With --shard 3/8 eight hosts share the work; the same command without it, afterwards, sums up.
     """
     del force  # `outputs.checked` reads it
+    if to not in (None, "same"):
+        raise typer.BadParameter(f"same, or absent for LSR; got {to!r}", param_hint="--to")
     goal = _goal(plan, options)
+    if to == "same":
+        given = {"statistics": calibrated, "device": device}
+        Request.parse(given, plan=goal, to_file=True, interface=TO_SAME)
     if ray is None:
         runner = lora.fleet.joblib_runner(workers, device, per_gpu)
     else:
@@ -89,16 +123,21 @@ def fleet(
             max_memory=max_memory,
             statistics=calibrated,
             share=share,
+            to=to,
+            shard=shard,
             on_step=step,
+            on_note=tables.say,
         )
     counts = lora.fleet.summary(outcomes)
     tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
     _show_unfinished(outcomes, json)
+    part = "" if shard is None else f"Part {shard[0]} of {shard[1]}: "
+    orphaned = f", {counts['orphaned']} left without a source" if counts["orphaned"] else ""
     tables.show(
         json,
-        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their "
-        f"tolerance, {counts['failed']} failed; {counts['parameters']:,} parameters instead of "
-        f"{counts['parameters_before']:,}.",
+        f"{part}{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed "
+        f"their tolerance, {counts['failed']} failed{orphaned}; {counts['parameters']:,} "
+        f"parameters instead of {counts['parameters_before']:,}.",
     )
     if counts["done"] < counts["adapters"]:
         raise typer.Exit(1)

@@ -13,6 +13,7 @@ import typer
 from lsrdecomp import lora
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
+from lsrdecomp.lora.files.writers.table import CUT_FORMATS
 from lsrdecomp.lora.search.plan import ALL_ROUTES, TO_DIRECTORY, ReadOn, Route
 from lsrdecomp.lora.search.request import Interface, Request, routes_of
 
@@ -68,8 +69,9 @@ class Outputs:
         ReadOn(Route.SEARCHED, Route.TRUNCATED),
         typer.Option(
             "--to",
-            help="same: a plain LoRA in its original format, by truncated SVD [default: LSR].",
-            autocompletion=lambda: ("same",),
+            help="A plain LoRA by truncated SVD: same, in its original format, or mlx, for mlx-lm "
+            "[default: LSR].",
+            autocompletion=lambda: ("same", "mlx"),
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table, write nothing.")] = (
@@ -99,9 +101,10 @@ class Outputs:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise `typer.BadParameter` where there is no place to write, or too few."""
-        if self.to not in (None, "same"):
+        if self.to not in (None, *CUT_FORMATS):
             raise typer.BadParameter(
-                f"same, or absent for LSR; got {self.to!r}; export writes others",
+                f"{' or '.join(CUT_FORMATS)}, or absent for LSR; got {self.to!r}; export writes "
+                "others",
                 param_hint="--to",
             )
         if self.out is None and not self.dry_run:

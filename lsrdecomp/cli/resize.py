@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.recommendations import warn_of_growth
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import LsrError, UnsupportedError
+from lsrdecomp.lora.files.writers.table import find_writer
 
 if TYPE_CHECKING:
     from lsrdecomp.cli.requests import Display, Opening, Outputs
@@ -88,7 +88,8 @@ def resize(
         for file in files:
             try:
                 checkpoint = opening.open(file, carry=True)
-                path = out / file.name
+                is_directory = find_writer(outputs.to or "same").place == "directory"
+                path = out / (file.stem if is_directory else file.name)
                 figures += _resize_adapter(checkpoint, requests, path, outputs, display)
             except LsrError as error:
                 failed.append(file.name)
@@ -112,7 +113,7 @@ def _resize_adapter(
     figures = []
     for plan, path in zip(plans, _paths(checkpoint, plans, out, outputs), strict=True):
         with follow(quiet=display.quiet) as step:
-            cut = lora.compress.truncate(checkpoint, plan, on_step=step)
+            cut = lora.compress.truncate(checkpoint, plan, to=outputs.to or "same", on_step=step)
             if path is not None:
                 cut.save(path, force=outputs.force, on_step=step)
         if display.verbose:
@@ -131,11 +132,14 @@ def _paths(
 
     Those of several ratios share the name, with the ratio before its ending.
     """
-    is_directory = lora.files.file_or_directory(checkpoint) == "directory"
+    is_directory = _place(checkpoint, outputs) == "directory"
     if names_file(out) and is_directory:
+        way_out = "name a directory by --out"
+        if outputs.to is None:
+            way_out += ", with --to same for a plain LoRA"
         raise UnsupportedError(
-            f"{checkpoint.format} is a directory with a config, no single file: name a directory "
-            "by --out, with --to same for a plain LoRA",
+            f"{outputs.to or checkpoint.format} is a directory with a config, no single file: "
+            f"{way_out}",
             path=checkpoint.path,
         )
     if outputs.dry_run:
@@ -151,6 +155,13 @@ def _paths(
         else:
             lora.files.check_output_file(path, inputs, force=outputs.force)
     return paths
+
+
+def _place(checkpoint: Checkpoint, outputs: Outputs) -> str:
+    """Return whether a file or a directory is written."""
+    if outputs.to in (None, "same"):
+        return lora.files.file_or_directory(checkpoint)
+    return find_writer(str(outputs.to)).place
 
 
 def _weights(path: Path) -> Path:
@@ -214,14 +225,8 @@ def _show_curve(cut: Truncation, json: Path | None) -> list[dict[str, float]]:
 
 def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     """Say what was written, and return its relative error, as it was rounded."""
-    from lsrdecomp.lora.files.tensors import read_header
-
     weights = _weights(path)
-    if path.suffix == ".gguf":  # whose header has no record: it is measured
-        error = lora.measure.verify(cut.source, lora.files.open_checkpoint(path)).relative_error
-    else:
-        record = loads(read_header(weights).metadata["lsrdecomp"])
-        error = float(record["recorded"]["total"])
+    error = cut.written_error(path)
     error_text = f"weight error {error:.4f}"
     if f"{error:.4f}" != f"{cut.relative_error:.4f}":
         error_text += f", {cut.relative_error:.4f} before rounding"

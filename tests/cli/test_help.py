@@ -75,7 +75,7 @@ def test_an_error_names_the_flag():
     ("verb", "option", "typed", "offered"),
     [
         ("compress", "--storage", "int", {"int8", "int4"}),
-        ("compress", "--to", "", {"same"}),
+        ("compress", "--to", "", {"same", "mlx"}),
         ("compress", "--dtype", "b", {"bfloat16"}),
         ("compress", "--structure", "", {"lsr"}),
         ("fleet", "--storage", "a", {"auto"}),

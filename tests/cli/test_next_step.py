@@ -174,7 +174,7 @@ def test_what_a_refused_export_recommends_is_written(form, base, tmp_path):
     small = open_checkpoint(
         compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
     )
-    for to in ("kohya", "diffusers", "same", "lroa"):
+    for to in ("kohya", "diffusers", "mlx", "same", "lroa"):
         for other in recommended(
             lambda to=to: export_lora(small, tmp_path / f"{to}.safetensors", to=to, like=source)
         ):

@@ -435,12 +435,68 @@ def test_a_directory_comes_back_as_the_plain_lora_that_it_was(tmp_path):
 
 
 def test_a_word_that_to_does_not_take_is_refused_with_those_it_does(tmp_path):
-    folder = write_lora_directory(tmp_path / "peft")
+    folder = write_lora_directory(tmp_path / "lora")
     done = run_command(
         "compress", folder, "--ratio", 2, "--to", "kohya", "--out", tmp_path / "small"
     )
     assert done.returncode == 2
-    assert "export" in done.stderr
+    assert "same or mlx, or absent for LSR; got 'kohya'; export writes others" in done.stderr
+    with pytest.raises(LsrError, match="cannot cut to 'kohya'"):
+        truncate(open_checkpoint(folder), ratio=2, to="kohya")
+
+
+def language_lora(folder):
+    """Two layers of a language model, of unequal ranks and decay."""
+    rng = np.random.default_rng(4)
+    tensors = {}
+    for name, rank in (("model.layers.0.self_attn.q_proj", 8), ("model.layers.2.mlp.up_proj", 6)):
+        decay = 0.7 ** np.arange(rank)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = rng.standard_normal((rank, 32))
+        tensors[f"base_model.model.{name}.lora_B.weight"] = rng.standard_normal((48, rank)) * decay
+    halves = {key: array.astype(np.float16) for key, array in tensors.items()}
+    return write_lora_directory(folder, halves, r=8, rank_pattern={"model.layers.2.mlp.up_proj": 6})
+
+
+def test_a_lora_is_cut_and_written_for_mlx_at_once(tmp_path):
+    folder = language_lora(tmp_path / "lora")
+    options = ("--ratio", 2, "--to", "mlx")
+    done = run_command("compress", folder, *options, "--out", tmp_path / "small", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    source, written = open_checkpoint(folder), open_checkpoint(tmp_path / "small")
+    assert (written.format, written.storage) == ("mlx", "float16")
+    # One rank for both, the largest that fits: nothing of the size is spent on zeros.
+    ranks = json.loads(done.stdout)["ranks"]
+    assert set(ranks.values()) == {3}
+    assert {layer.rank for layer in written.layers} == {3}
+    assert written.adapter_parameters <= source.adapter_parameters / 2
+    check = verify(source, written)
+    assert check.passed
+    assert run_command("verify", folder, tmp_path / "small").returncode == 0
+    done = run_command("compress", folder, *options, "--out", tmp_path / "small.safetensors")
+    assert done.returncode == 2
+    assert "mlx is a directory with a config, no single file: name a directory by --out" in (
+        done.stderr
+    )
+    assert not (tmp_path / "small.safetensors").exists()
+
+
+def test_several_files_are_cut_for_mlx_each_to_a_directory(tmp_path):
+    for number in range(2):
+        folder = language_lora(tmp_path / f"{number}")
+        tensors = load_file(folder / "adapter_model.safetensors")
+        (tmp_path / "in").mkdir(exist_ok=True)
+        plain = {key.removeprefix("base_model.model."): array for key, array in tensors.items()}
+        save_file(plain, tmp_path / "in" / f"{number}.safetensors")
+    put(tmp_path / "in" / "image.safetensors")
+    done = run_command(
+        "compress", tmp_path / "in", "--ratio", 2, "--to", "mlx", "--out", tmp_path / "out"
+    )
+    assert done.returncode == 2
+    assert "a convolution, which mlx files do not hold" in done.stderr
+    assert "1 of 3 files were not written: image.safetensors" in done.stderr
+    for number in range(2):
+        source = open_checkpoint(tmp_path / "in" / f"{number}.safetensors")
+        assert verify(source, open_checkpoint(tmp_path / "out" / f"{number}")).passed
 
 
 def test_verbose_logs_every_layer_as_resize_lora_does(tmp_path):

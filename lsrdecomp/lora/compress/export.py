@@ -40,11 +40,11 @@ def export_lora(
     ----------
     checkpoint : Checkpoint
     out : path
-        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same", the same as
-        ``like``.
+        A directory for "lora" and "mlx", a file for "kohya", "diffusers" and "gguf"; for "same",
+        the same as ``like``.
     to : str
-        The format: "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp), or "same" for that of
-        ``like``, see `write_pairs`.
+        The format: "lora" (PEFT), "kohya", "diffusers", "mlx" (mlx-lm), "gguf" (llama.cpp), or
+        "same" for that of ``like``, see `write_pairs`.
     storage : str, optional
         Type of the numbers; absent, the checkpoint's own (float32 for codes), that of ``like`` for
         "same", or f16 for "gguf", which can also have f32 and q8_0.

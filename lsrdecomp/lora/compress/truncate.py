@@ -7,19 +7,21 @@ values and once to be written, and no layer stays in memory.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.errors import BudgetError, UnsupportedError, unknown
 from lsrdecomp.fields import refuses_unknown
-from lsrdecomp.lora.files import Checkpoint, file_or_directory, write_pairs
+from lsrdecomp.lora.files import Checkpoint, file_or_directory, open_checkpoint, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
-from lsrdecomp.lora.files.tensors import DTYPES, Array
+from lsrdecomp.lora.files.tensors import DTYPES, Array, read_header
 from lsrdecomp.lora.files.writers.same import (
     RankRule,
     carried_tensors,
@@ -27,6 +29,8 @@ from lsrdecomp.lora.files.writers.same import (
     pair_as_read,
     rank_rule,
 )
+from lsrdecomp.lora.files.writers.table import CUT_FORMATS
+from lsrdecomp.lora.measure.verify_files import verify
 from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
 from lsrdecomp.lora.search.request import Request
 from lsrdecomp.targets.residual import pair_distance
@@ -34,7 +38,6 @@ from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from lsrdecomp.lora.files import LoraLayer
     from lsrdecomp.lora.files.tensors import StoredTensor
@@ -60,6 +63,8 @@ class Truncation:
         The rank that each layer keeps.
     carried_norm : float
         ‖ΔW‖_F of the layers that are carried.
+    to : str
+        The format that is written: "same", the source's, or "mlx".
 
     Examples
     --------
@@ -81,6 +86,7 @@ class Truncation:
     sigma: tuple[Array, ...]
     ranks: tuple[int, ...]
     carried_norm: float
+    to: str = "same"
 
     @property
     def parameters(self) -> int:
@@ -129,7 +135,7 @@ class Truncation:
 
         The ratio of the plan is among them, or the one that the plan came to.
         """
-        rule = rank_rule(_with_layers(self.source, self.layers))
+        rule = rank_rule(_with_layers(self.source, self.layers), self.to)
         own_ratio = self.plan.ratio or self.parameters_before / self.parameters
         for ratio in sorted({*ratios, own_ratio}):
             if ratio == own_ratio:
@@ -143,7 +149,7 @@ class Truncation:
 
     @one_blas_thread
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
-        """Write the adapter in the format of its source, without layers of rank 0.
+        """Write the adapter in the format of its source, or in ``to``, without layers of rank 0.
 
         Its record has the error of what is written. See `lsrdecomp.lora.files.write_pairs`.
         """
@@ -152,11 +158,28 @@ class Truncation:
             out,
             source=self.source,
             layers=self._pairs(recorded, on_step),
-            storage=self.plan.storage,
+            names=self.to,
+            storage=self._storage,
             force=force,
             provenance={"plan": self.plan.to_json(), "recorded": recorded},
             carried=self.carried_layers,
         )
+
+    def written_error(self, out: str | Path) -> float:
+        """Return ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of what `save` wrote, after rounding."""
+        out = Path(out)
+        if out.suffix == ".gguf":  # whose header has no record: it is measured
+            return verify(self.source, open_checkpoint(out)).relative_error
+        weights = open_checkpoint(out).weights if out.is_dir() else out
+        record = json.loads(read_header(weights).metadata["lsrdecomp"])
+        return float(record["recorded"]["total"])
+
+    @property
+    def _storage(self) -> str | None:
+        """Type of all numbers; None where each layer keeps its own."""
+        if self.to == "same":
+            return self.plan.storage
+        return self.plan.storage or self.source.storage
 
     def _pairs(
         self, recorded: dict[str, Any], on_step: OnStep | None
@@ -166,7 +189,7 @@ class Truncation:
         A layer of full rank is unchanged but for its rounding.
         """
         source = self.source
-        common_rank = max(self.ranks) if rank_rule(source).is_common else None
+        common_rank = max(self.ranks) if rank_rule(source, self.to).is_common else None
         lost = 0.0
         written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
@@ -179,8 +202,9 @@ class Truncation:
                     source,
                     layer.name,
                     *halves,
-                    storage=self.plan.storage,
+                    storage=self._storage,
                     rank=common_rank or rank,
+                    to=self.to,
                 )
                 lost = math.hypot(lost, _error_as_stored(layer, rank, halves, stored))
                 yield (layer.name, *stored)
@@ -223,6 +247,7 @@ def truncate(
     storage: str | None = None,
     max_rank: int | None = None,
     only: tuple[str, ...] | None = None,
+    to: str = "same",
     on_step: OnStep | None = None,
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
@@ -244,6 +269,8 @@ def truncate(
         Patterns of names, or of their ends from a dot on, in which ``*`` stands for anything:
         layers that match one are truncated, and the goal is theirs; all others are copied byte for
         byte.
+    to : str
+        "same", to write it in its own format, or "mlx".
     on_step : callable, optional
         Called with a `ProgressUpdate` after the singular values of each layer.
 
@@ -280,7 +307,12 @@ def truncate(
     request = Request.parse(given, plan=plan, to_file=True)
     plan = request.plan
     assert plan is not None
-    file_or_directory(checkpoint)
+    if to not in CUT_FORMATS:
+        raise UnsupportedError(
+            f"cannot cut to {unknown(to, CUT_FORMATS)}; export_lora writes others"
+        )
+    if to == "same":
+        file_or_directory(checkpoint)
     # 1. Compute the singular values of every layer.
     checkpoint.watch_source()
     part = _with_layers(checkpoint, _matching(checkpoint, plan.only or ()))
@@ -291,7 +323,7 @@ def truncate(
         sigma.append(to_numpy(layer.gauge[1]))
         read.add()
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
-    rule = rank_rule(part)
+    rule = rank_rule(part, to)
     if plan.rtol is not None:
         ranks = _ranks_within_error(sigma, plan.rtol, rule)
     else:
@@ -304,9 +336,15 @@ def truncate(
             "(--bytes, with --storage float16)"
         )
     truncated = {layer.name for layer in layers}
-    carried = (layer for layer in checkpoint.layers if layer.name not in truncated)
+    carried = [layer for layer in checkpoint.layers if layer.name not in truncated]
+    if to != "same" and carried:
+        raise UnsupportedError(
+            f"is left as it is by only=, and a cut to {to} writes all layers anew; cut to 'same'",
+            path=checkpoint.path,
+            tensor=carried[0].name,
+        )
     carried_norm = math.hypot(*(layer_pair(checkpoint, layer).norm for layer in carried))
-    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks, carried_norm)
+    return Truncation(checkpoint, plan, layers, tuple(sigma), ranks, carried_norm, to)
 
 
 def _with_layers(checkpoint: Checkpoint, layers: Iterable[Layer | LoraLayer]) -> Checkpoint:
@@ -356,11 +394,11 @@ def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer
 
 
 def _refuse_common_rank(checkpoint: Checkpoint, names: Collection[str], what: str) -> None:
-    """Refuse to carry layers where all have one rank, by which one alpha is divided."""
+    """Refuse to carry layers where all have one rank."""
     if names and rank_rule(checkpoint).is_common:
         raise UnsupportedError(
             f"is {what}, and cannot be carried as it is: a {checkpoint.format} file has one rank "
-            "and one alpha for all layers; export it first (export --to lora)",
+            "for all layers; export it first (export --to lora)",
             path=checkpoint.path,
             tensor=next(iter(names)),
         )

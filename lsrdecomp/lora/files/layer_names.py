@@ -22,6 +22,13 @@ LANGUAGE_MODEL = re.compile(
 )
 """Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of
 image pipelines."""
+Z_IMAGE = re.compile(
+    r"(?:transformer\.|diffusion_model\.|lora_unet_)"
+    r"(?P<block>layers|noise_refiner|context_refiner)[._](?P<number>\d+)[._]"
+    r"(?:(?P<part>attention|feed_forward)[._](?P<module>to_[qkv]|to_out[._]0|qkv|out|w[123])"
+    r"|adaLN_modulation[._](?P<step>[01]))"
+)
+"""Modules of Z-Image under diffusers' names, those of its checkpoint, and the latter flattened."""
 TEXT_LEVEL = "text_model."
 CLIP_PARTS = ("encoder.layers.", "embeddings.", "final_layer_norm.")
 """Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them
@@ -65,6 +72,26 @@ def is_flat(name: str) -> bool:
     return name.startswith("lora_") and "." not in name
 
 
+def z_image_module(name: str) -> str | None:
+    """Return the module of Z-Image that a layer is, within the model; None for another model's.
+
+    Sources: diffusers 58eb52c0803e, transformer_z_image.py and lora_conversion_utils.py; ComfyUI
+    17358c8f73b5, lora.py (Lumina2) and ``z_image_to_diffusers`` of utils.py.
+
+    >>> z_image_module("lora_unet_layers_7_attention_to_out_0")
+    'layers.7.attention.to_out.0'
+    >>> z_image_module("transformer.transformer_blocks.0.attn.to_q")
+    """
+    found = Z_IMAGE.fullmatch(name)
+    if found is None:
+        return None
+    block = f"{found['block']}.{found['number']}"
+    if found["step"] is not None:
+        return f"{block}.adaLN_modulation.{found['step']}"
+    module = found["module"].replace("to_out_0", "to_out.0")
+    return f"{block}.{found['part']}.{module}"
+
+
 def diffusers_name(name: str, _sdxl: bool = False) -> str:
     """Return what diffusers' files call a layer: its name, if it is one of a pipeline's component.
 
@@ -73,6 +100,9 @@ def diffusers_name(name: str, _sdxl: bool = False) -> str:
     UnsupportedError
         For a layer that such files have no name for.
     """
+    module = z_image_module(name)
+    if module is not None:
+        return f"transformer.{re.sub(r'attention.out$', 'attention.to_out.0', module)}"
     if is_flat(name):
         raise UnsupportedError(
             f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too"
@@ -82,7 +112,13 @@ def diffusers_name(name: str, _sdxl: bool = False) -> str:
 
 
 def kohya_name(name: str, sdxl: bool = False) -> str:
-    """Return what kohya's files call a layer; `UnsupportedError` if they have no name for it."""
+    """Return what kohya's files call a layer; `UnsupportedError` if they have no name for it.
+
+    Of Z-Image they have the names of its checkpoint.
+    """
+    module = z_image_module(name)
+    if module is not None:
+        return f"lora_unet_{module.replace('to_out.0', 'out').replace('.', '_')}"
     if is_flat(name):
         return name
     if name.startswith("transformer.") and not LANGUAGE_MODEL.match(name):
@@ -92,6 +128,30 @@ def kohya_name(name: str, sdxl: bool = False) -> str:
         )
     _check_component(name, "kohya", KOHYA_PREFIXES)
     return str(flat_name(name, sdxl=sdxl))
+
+
+def mlx_name(name: str, _sdxl: bool = False) -> str:
+    """Return what mlx-lm's files call a layer of a language model: as transformers does.
+
+    Raises
+    ------
+    UnsupportedError
+        For a layer that is none of a language model, or one expert of several.
+    """
+    component, _, _ = name.partition(".")
+    components = (*COMPONENTS, "diffusion_model", "transformer_blocks")
+    is_language_model = LANGUAGE_MODEL.match(name) and z_image_module(name) is None
+    if is_flat(name) or (component in components and not is_language_model):
+        raise UnsupportedError(
+            f"{name}: a layer of an image pipeline, and mlx files are of language models; write "
+            "lora instead"
+        )
+    if ".experts." in name:
+        raise UnsupportedError(
+            f"{name}: mlx-lm has one module for all experts of a block, whose adapters are stored "
+            "otherwise; write lora instead"
+        )
+    return name
 
 
 def _check_component(name: str, file_format: str, components: Iterable[str]) -> None:

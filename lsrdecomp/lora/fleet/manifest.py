@@ -1,9 +1,14 @@
-"""The manifest of a fleet: one line a finished adapter, so that nothing is done twice or lost."""
+"""The manifest of a fleet: one line a finished adapter, so that nothing is done twice or lost.
+
+Runs that share the work, by parts of the names, each write a manifest of their own, and every run
+reads them all.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,17 +21,19 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.plan import CompressionPlan
 
 MANIFEST = "fleet.jsonl"
+MANIFESTS = "fleet*.jsonl"
+"""Of the parts too: fleet-3-of-8.jsonl."""
 FIRST_BYTES = b'{"plan":'
-MEANING = {"plan": "plan", "calibrated": "norm: statistics"}
+MEANING = {"plan": "plan", "calibrated": "norm: statistics", "to": "format"}
 """What the fields of the first line are called in errors."""
-State = Literal["done", "missed", "failed", "died"]
-"""The last is for runners alone: the worker was killed or ran out of memory, and the job is to be
-tried again."""
+State = Literal["done", "missed", "failed", "orphaned", "died"]
+"""Orphaned is an output whose source is gone; no line of a manifest says so. Died is for runners
+alone: the worker was killed or ran out of memory, and the job is to be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of one adapter: written, missed or failed.
+    """The end of one adapter: written, missed or failed, or its source gone.
 
     Examples
     --------
@@ -41,6 +48,7 @@ class Outcome:
     parameters: int = 0
     relative_error: float = 0.0  # in the Fisher norm where there are statistics
     attempts: int = 1
+    made_from: str = ""  # a digest of all that was read for it
 
 
 class Manifest:
@@ -48,19 +56,40 @@ class Manifest:
 
     Only ever appended to, each line flushed to disk; a last line cut by a kill is overwritten by
     the next one.
+
+    Attributes
+    ----------
+    path : Path
+        Where lines are appended; the manifests of other parts beside it are read.
+    recorded : mapping of str to list of Outcome
+        All that was ever recorded of an adapter, those of other parts first.
     """
 
-    def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: CompressionPlan,
+        calibrated: str | None = None,
+        to: str | None = None,
+    ) -> None:
         self.path = path
-        self.outcomes: dict[str, Outcome] = {}
+        self.recorded: defaultdict[str, list[Outcome]] = defaultdict(list)
         # The plan as it is read back
-        requested = {"plan": json.loads(json.dumps(plan.to_json())), "calibrated": calibrated}
-        lines = self._sound_lines()
-        if lines:
-            self._check_first_line(lines[0], requested)
-        else:
+        plan_values = json.loads(json.dumps(plan.to_json()))
+        requested = {"plan": plan_values, "calibrated": calibrated, "to": to}
+        for other in sorted(path.parent.glob(MANIFESTS)):
+            if other != path:
+                self._read(other, requested)
+        if not self._read(path, requested):
             given = {name: value for name, value in requested.items() if value is not None}
             self._write(json.dumps(given))
+
+    def _read(self, path: Path, requested: Mapping[str, Any]) -> bool:
+        """Take over the outcomes of a manifest; return whether it has a first line."""
+        lines = self._sound_lines(path)
+        if not lines:
+            return False
+        _check_first_line(path, lines[0], requested)
         for line in lines[1:]:
             outcome = _outcome(line)
             if outcome is None:
@@ -69,29 +98,22 @@ class Manifest:
                     "choose another output",
                     path=path,
                 )
-            self.outcomes[outcome.name] = outcome
-
-    def _check_first_line(self, line: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless the manifest belongs to this plan and norm."""
-        for name, value in requested.items():
-            recorded = line.get(name)
-            if recorded != value:
-                raise CheckpointError(
-                    f"belongs to another {MEANING[name]}, {json.dumps(recorded)[:400]}; "
-                    "choose another output",
-                    path=self.path,
-                )
+            self.recorded[outcome.name].append(outcome)
+        return True
 
     def append(self, outcome: Outcome) -> None:
         """Add an outcome, and flush its line to disk."""
-        self.outcomes[outcome.name] = outcome
+        self.recorded[outcome.name].append(outcome)
         self._write(json.dumps(asdict(outcome)))
 
-    def _sound_lines(self) -> list[dict[str, Any]]:
-        """Return all lines but one that a kill cut short, which is taken off the file."""
-        if not self.path.exists():
+    def _sound_lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return all lines but one that a kill cut short, which is taken off the file.
+
+        In the manifest of another part it is one that is being written, and stays.
+        """
+        if not path.exists():
             return []
-        content = self.path.read_bytes()
+        content = path.read_bytes()
         complete = content[: content.rfind(b"\n") + 1]
         try:
             lines = [json.loads(line) for line in complete.splitlines()]
@@ -102,10 +124,10 @@ class Manifest:
         is_ours = bool(lines) or cut_short
         if not is_ours or not all(isinstance(line, dict) for line in lines):
             raise CheckpointError(
-                "is not a manifest written here; choose another output", path=self.path
+                "is not a manifest written here; choose another output", path=path
             )
-        if len(complete) < len(content):
-            os.truncate(self.path, len(complete))
+        if len(complete) < len(content) and path == self.path:
+            os.truncate(path, len(complete))
         return lines
 
     def _write(self, line: str) -> None:
@@ -115,9 +137,22 @@ class Manifest:
             os.fsync(file.fileno())
 
 
+def _check_first_line(path: Path, line: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless a manifest belongs to this plan, norm and format."""
+    for name, value in requested.items():
+        recorded = line.get(name)
+        if recorded != value:
+            raise CheckpointError(
+                f"belongs to another {MEANING[name]}, {json.dumps(recorded)[:400]}; "
+                "choose another output",
+                path=path,
+            )
+
+
 def _outcome(line: Mapping[str, Any]) -> Outcome | None:
     """Return the outcome of a line of a manifest, or None if it is none."""
-    types = {"name": str, "state": str, "message": str, "relative_error": int | float}
+    texts = dict.fromkeys(("name", "state", "message", "made_from"), str)
+    types = {**texts, "relative_error": int | float}
     names = set(line)
     if not {"name", "state"} <= names <= set(Outcome.__slots__):
         return None

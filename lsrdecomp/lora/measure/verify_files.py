@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.lora.files.fused_attention import in_diffusers_names
 from lsrdecomp.lora.files.integrity import check_integrity, record_again
 from lsrdecomp.lora.files.layer_names import flat_name
 from lsrdecomp.lora.files.progress import Counter, OnStep
@@ -155,7 +156,7 @@ def verify(
     Parameters
     ----------
     source : Checkpoint
-        The LoRA that ``written`` was made from.
+        The LoRA, LoHa or LoKr that ``written`` was made from.
     written : Checkpoint
         An LSR directory, a truncated LoRA, or an export of either.
     on_step : callable, optional
@@ -192,8 +193,11 @@ def verify(
         raise CheckpointError(
             "is an LSR adapter: name first the LoRA that it was made from", path=source.path
         )
-    # 1. Read the records.
+    # 1. Read the records. An export may have q, k and v of Z-Image in one, or apart.
     record = _Records.of(written)
+    if {layer.name for layer in written.layers} - {layer.name for layer in source.layers}:
+        source = in_diffusers_names(source)
+        written = in_diffusers_names(written, known={layer.name for layer in source.layers})
     # 2. Measure every layer of the source.
     names = _source_names(source, written)
     check_layers(written, source, names)

@@ -29,6 +29,7 @@ HEAD = (
     "to PEFT",
     "to kohya",
     "to diffusers",
+    "to mlx",
 )
 HEAD += ("calibrate",)
 
@@ -102,7 +103,8 @@ def row(form):
             return sound(export_lora(small, folder / f"to-{to}.safetensors", to=to, like=source))
 
         cells = [tried(lambda: sound(small.path)), tried(cut)]
-        cells += [tried(lambda to=to: export(to)) for to in ("same", "lora", "kohya", "diffusers")]
+        formats = ("same", "lora", "kohya", "diffusers", "mlx")
+        cells += [tried(lambda to=to: export(to)) for to in formats]
         cells.append(tried(measured))
         return (form, source.format, *cells)
 

@@ -29,7 +29,8 @@ import lsrdecomp as lsr
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.lora.compress import export_lora, truncate
+from lsrdecomp.lora.compress.export import export_lora
+from lsrdecomp.lora.compress.truncate import truncate
 from lsrdecomp.lora.files import (
     FORMATS,
     AdapterFormat,
@@ -749,6 +750,32 @@ def test_loralib_faults(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
+def test_a_merged_linear_in_a_peft_directory_is_read_once_it_is_unfolded(tmp_path: Path) -> None:
+    """loralib's MergedLinear with q and v of q, k, v enabled: a grouped convolution over ranks."""
+    r, columns, rows = 2, 6, 4
+    down, up = normal(2 * r, columns), normal(2 * rows, r)
+    halves = {f"{PREFIX}c_attn.lora_A.weight": down, f"{PREFIX}c_attn.lora_B.weight": up}
+    folder = write_lora_directory(tmp_path / "merged", halves, r=r, lora_alpha=3)
+    with pytest.raises(UnsupportedError) as refusal:
+        open_checkpoint(folder)
+    message = str(refusal.value)
+    assert "c_attn: rank 2 in lora_B, 4 in lora_A: loralib's MergedLinear of 2 enabled" in message
+    assert "all rows of the layer and 4 columns" in message
+    assert message.endswith("in its config r = 4 and 2 times the lora_alpha")
+    # What the message says gives what loralib computes.
+    unfolded = np.zeros((3 * rows, 2 * r), np.float32)
+    unfolded[:rows, :r] = up[:rows]
+    unfolded[2 * rows :, r:] = up[rows:]
+    halves[f"{PREFIX}c_attn.lora_B.weight"] = unfolded
+    folder = write_lora_directory(tmp_path / "unfolded", halves, r=2 * r, lora_alpha=6)
+    update = updates(open_checkpoint(folder))["c_attn"]
+    expected = np.zeros((3 * rows, columns))
+    for block, part in ((slice(rows), slice(r)), (slice(2 * rows, None), slice(r, None))):
+        half = up[:rows] if block.start is None else up[rows:]
+        expected[block] = 3 / r * half.astype(np.float64) @ down[part]
+    np.testing.assert_allclose(update, expected, rtol=1e-6)
+
+
 def test_alpha_is_asked_for_only_where_the_file_has_none(tmp_path: Path, kohya: Path) -> None:
     for path in (write_lora_directory(tmp_path / "a"), kohya):
         with pytest.raises(CheckpointError, match="leave alpha= out"):
@@ -1051,6 +1078,133 @@ def test_a_directory_whose_weights_have_another_name_is_told_how_to_read_them_al
     ):
         open_checkpoint(mlx)
     assert open_checkpoint(mlx, name=weights.name, alpha=2).layers
+
+
+# -- mlx-lm, written -------------------------------------------------------------------------------
+
+
+def language_lora(folder: Path) -> Checkpoint:
+    """Two ranks, on two of the blocks of a language model, and an embedding."""
+    tensors = {
+        **lora_pair("model.layers.1.self_attn.q_proj", 12, 12, 4),
+        **lora_pair("model.layers.3.mlp.down_proj", 12, 20, 2, 1),
+        f"{PREFIX}model.embed_tokens.lora_embedding_A": normal(4, 30),
+        f"{PREFIX}model.embed_tokens.lora_embedding_B": normal(12, 4),
+    }
+    ranks = {"model.layers.3.mlp.down_proj": 2}
+    config = {"rank_pattern": ranks, "base_model_name_or_path": "some/base"}
+    return open_checkpoint(write_lora_directory(folder, tensors, r=4, lora_alpha=6, **config))
+
+
+def test_a_directory_for_mlx_has_one_rank_and_names_what_it_adapts(tmp_path: Path) -> None:
+    source = language_lora(tmp_path / "lora")
+    out = export_lora(source, tmp_path / "mlx", to="mlx")
+    assert json.loads((out / "adapter_config.json").read_text()) == {
+        "fine_tune_type": "lora",
+        "model": "some/base",
+        "num_layers": -1,
+        "lora_parameters": {
+            "rank": 4,
+            "scale": 1.0,
+            "dropout": 0.0,
+            "keys": ["mlp.down_proj", "model.embed_tokens", "self_attn.q_proj"],
+        },
+    }
+    assert {key: array.shape for key, array in load_file(out / MLX).items()} == {
+        "model.layers.1.self_attn.q_proj.lora_a": (12, 4),
+        "model.layers.1.self_attn.q_proj.lora_b": (4, 12),
+        "model.layers.3.mlp.down_proj.lora_a": (20, 4),
+        "model.layers.3.mlp.down_proj.lora_b": (4, 12),
+        "model.embed_tokens.lora_a": (30, 4),
+        "model.embed_tokens.lora_b": (4, 12),
+    }
+    written = open_checkpoint(out)
+    assert written.format == "mlx"
+    assert written.config["base_model_name_or_path"] == "some/base"
+    assert written.layer("model.embed_tokens").layer_type == "embedding"
+    for name, update in updates(source).items():
+        np.testing.assert_allclose(updates(written)[name], update, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (lora_pair("unet.attn1.to_q"), "mlx files are of language models; write lora"),
+        (lora_pair("transformer.transformer_blocks.0.attn.to_q"), "mlx files are of language"),
+        (lora_pair("diffusion_model.blocks.0.q"), "mlx files are of language models"),
+        (lora_pair("transformer_blocks.0.attn.to_q"), "mlx files are of language models"),
+        (lora_pair("model.layers.0.mlp.experts.3.up_proj"), "one module for all experts"),
+        (
+            {
+                f"{PREFIX}model.layers.0.conv.lora_A.weight": normal(2, 4, 3),
+                f"{PREFIX}model.layers.0.conv.lora_B.weight": normal(6, 2, 1),
+            },
+            "a convolution, which mlx files do not hold; write lora",
+        ),
+        (
+            {**lora_pair("q"), f"{PREFIX}score.weight": normal(2, 8)},
+            "mlx loads no file that holds such; leave them out by --without-heads",
+        ),
+    ],
+)
+def test_what_mlx_files_do_not_hold_is_refused_by_name(
+    tmp_path: Path, tensors: dict[str, np.ndarray], words: str
+) -> None:
+    source = open_checkpoint(write_lora_directory(tmp_path / "lora", tensors, r=2))
+    with pytest.raises(UnsupportedError, match=words):
+        export_lora(source, tmp_path / "mlx", to="mlx")
+    assert not (tmp_path / "mlx").exists()
+
+
+def test_language_models_whose_first_word_is_transformer_have_names_for_mlx(tmp_path: Path) -> None:
+    source = open_checkpoint(
+        write_lora_directory(tmp_path / "lora", lora_pair("transformer.h.0.attn.c_attn"), r=2)
+    )
+    out = export_lora(source, tmp_path / "mlx", to="mlx")
+    assert [layer.name for layer in open_checkpoint(out).layers] == ["transformer.h.0.attn.c_attn"]
+
+
+def test_a_cut_directory_of_mlx_has_one_rank_as_its_config_says(tmp_path: Path) -> None:
+    """mlx-lm compares every tensor with a module of the config's rank, and loads no other."""
+    out = export_lora(language_lora(tmp_path / "lora"), tmp_path / "mlx", to="mlx")
+    source = open_checkpoint(out)
+    cut = truncate(source, ratio=1.7)
+    written = open_checkpoint(cut.save(tmp_path / "cut"))
+    config = json.loads((tmp_path / "cut" / "adapter_config.json").read_text())
+    assert {layer.rank for layer in written.layers} == {config["lora_parameters"]["rank"]}
+    assert written.adapter_parameters <= source.adapter_parameters / 1.7
+    check = verify(source, written)
+    assert check.passed
+    assert check.relative_error == pytest.approx(cut.relative_error, rel=1e-5)
+
+
+def test_mlx_lm_gives_its_layers_the_weights(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed (pip install mlx[cpu] mlx-lm)")
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import llama
+    from mlx_lm.tuner.utils import load_adapters
+
+    source = language_lora(tmp_path / "lora")
+    out = export_lora(source, tmp_path / "mlx", to="mlx")
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "vocab_size": 30, "head_dim": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    arguments = llama.ModelArgs(
+        model_type="llama", num_hidden_layers=4, rms_norm_eps=1e-5, **sizes, **heads
+    )
+    for directory in (out, truncate(open_checkpoint(out), ratio=1.7).save(tmp_path / "cut")):
+        model = llama.Model(arguments)
+        before = {name: np.array(value) for name, value in tree_flatten(model.parameters())}
+        model = load_adapters(model, str(directory))
+        expected = updates(open_checkpoint(directory))
+        found = {}
+        for name, module in model.named_modules():
+            if type(module).__name__ in ("LoRALinear", "LoRAEmbedding"):
+                found[name] = np.array(module.fuse().weight) - before[f"{name}.weight"]
+        assert set(expected) <= set(found)
+        for name, update in found.items():
+            wanted = expected.get(name, np.zeros_like(update))
+            wanted = wanted.T if name.endswith("embed_tokens") else wanted
+            np.testing.assert_allclose(update, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_line_cut_by_a_full_disk_is_forgotten(tmp_path):
     whole = (tmp_path / MANIFEST).read_bytes()
     (tmp_path / MANIFEST).write_bytes(whole + b'{"name": "b", "sta')
     again = Manifest(tmp_path / MANIFEST, PLAN)
-    assert list(again.outcomes) == ["a"]
+    assert list(again.recorded) == ["a"]
     assert (tmp_path / MANIFEST).read_bytes() == whole
 
 

@@ -121,7 +121,9 @@ def outputs(out: Path) -> dict[str, bytes]:
     """
     found = file_contents(out)
     return {
-        name: content for name, content in found.items() if name != MANIFEST and "/." not in name
+        name: content
+        for name, content in found.items()
+        if name != MANIFEST and "/." not in f"/{name}"
     }
 
 

@@ -71,6 +71,7 @@ def undisturbed(fleet, tmp_path_factory):
         "done": 9,
         "missed": 0,
         "failed": 0,
+        "orphaned": 0,
         "parameters": 0,
         "parameters_before": 0,
     }

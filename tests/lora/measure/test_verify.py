@@ -335,3 +335,40 @@ def test_the_record_of_every_layer_is_kept_where_it_is_asked_for(tmp_path):
     (short / "SHA256SUMS").unlink()
     (short / "compression.json").write_text(json.dumps(report))
     assert not verify(given, open_checkpoint(short)).passed
+
+
+HADAMARD = {
+    f"hada_w{k}_{side}": shape for k in "12" for side, shape in (("a", (12, 2)), ("b", (2, 8)))
+}
+METHODS = {
+    "LoHa": HADAMARD,
+    "LoKr, whole": {"lokr_w1": (4, 2), "lokr_w2": (3, 4)},
+    "LoKr, low rank": {"lokr_w1": (4, 2), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 4)},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+def test_what_is_exported_of_other_methods_is_the_same_and_verified(tmp_path, method, storage):
+    rng = np.random.default_rng(3)
+    tensors = {
+        f"lora_unet_{block}.{part}": rng.standard_normal(shape).astype(np.float32)
+        for block in "ab"
+        for part, shape in METHODS[method].items()
+    }
+    source = tmp_path / "source.safetensors"
+    save_file(tensors, source)
+    written = export_lora(open_checkpoint(source), tmp_path / "lora", storage=storage)
+    check = verify(open_checkpoint(source), open_checkpoint(written))
+    assert check.passed
+    assert check.relative_error < {"float32": 1e-6, "float16": 2e-3}[storage]
+    assert all(layer.norm > 1.0 for layer in check.layers)
+    done = run_command("verify", source, written)
+    assert done.returncode == 0, done.stderr
+    # Other numbers are another adapter
+    tensors[next(iter(tensors))] *= 2
+    save_file(tensors, source)
+    other = verify(open_checkpoint(source), open_checkpoint(written))
+    assert other.source_matches is False
+    assert other.relative_error > 0.1
+    assert not other.passed

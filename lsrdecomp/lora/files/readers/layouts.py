@@ -326,7 +326,7 @@ def pair_layer(
         up, down = _transposed(up), _transposed(down)
     if "mid" in roles:
         down = _with_middle(roles["mid"], down)
-    elif up.name.endswith(".lora_B"):
+    elif up.shape[1:] != down.shape[:1] and up.name.endswith((".lora_B", ".lora_B.weight")):
         _refuse_merged(name, up, down)
     if down.name.endswith(EMBEDDING_DOWN) or (transposed and name.endswith(MLX_EMBEDDINGS)):
         layer_type = "embedding"
@@ -468,7 +468,8 @@ def _refuse_expert_tensors(bundle: Bundle) -> None:
 def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
     """Refuse loralib's MergedLinear, which lays A of several parts over each other.
 
-    Its B has the parts beside each other, so that the ranks of A are a multiple of those of B.
+    Its B has the parts beside each other, so that the ranks of A are a multiple of those of B. In a
+    PEFT directory the halves have PEFT's names.
     """
     if not len(up.shape) == len(down.shape) == 2:
         return
@@ -476,11 +477,14 @@ def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
     if not 0 < rank < all_ranks or all_ranks % rank:
         return
     parts = all_ranks // rank
+    alpha = f"{parts} times the alpha"
+    if up.name.endswith(".weight"):
+        alpha = f"in its config r = {all_ranks} and {parts} times the lora_alpha"
     raise UnsupportedError(
-        f"ranks {rank} and {all_ranks}: a MergedLinear of {parts} enabled parts (enable_lora); "
-        "which of its parts they are is not in the file, so it is not read. Unfold it: a "
-        f"block-diagonal lora_B with all rows of the layer and {all_ranks} columns, zero rows for "
-        f"the other parts, and {parts} times the alpha",
+        f"rank {rank} in lora_B, {all_ranks} in lora_A: loralib's MergedLinear of {parts} enabled "
+        "parts (enable_lora); which of its parts they are is not in the file, so it is not read. "
+        f"Unfold it: a block-diagonal lora_B with all rows of the layer and {all_ranks} columns, "
+        f"zero rows for the other parts, and {alpha}",
         path=up.path,
         tensor=name,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.lora.files.format import CONFIG, PREFIX
+from lsrdecomp.lora.files.fused_attention import fuse_attention, split_attention
 from lsrdecomp.lora.files.stacked_experts import Stacks
 from lsrdecomp.lora.files.writers.gguf import GgufBase, read_base, write_gguf
 from lsrdecomp.lora.files.writers.missing import zeros_for_missing_layers
@@ -62,12 +63,23 @@ def _write_named(row: Writer, export: Export) -> Path:
 def _add_layers(row: Writer, writer: PairWriter, layers: Pairs, storage: str) -> None:
     has_two_encoders = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
     down_ending, up_ending = row.endings
+    rank = None
+    if row.has_one_rank:
+        layers = list(layers)
+        rank = max((down.shape[0] for _, _, down in layers), default=None)
+    if row.name in REGROUP:
+        layers = REGROUP[row.name](layers)
     for name, up, down in layers:
         module = row.name_of(name, has_two_encoders)
+        layer = writer.layers.get(name)
+        if row.transposed and layer is not None and layer.kernel:
+            raise UnsupportedError(
+                f"{name}: a convolution, which {row.name} files do not hold; write lora instead"
+            )
         if row.has_alphas:
             writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
         keys = module + down_ending, module + up_ending
-        writer.add_pair(name, up, down, keys, storage, transposed=row.transposed)
+        writer.add_pair(name, up, down, keys, storage, rank=rank, transposed=row.transposed)
 
 
 def _add_extras(row: Writer, writer: PairWriter, export: Export) -> None:
@@ -143,6 +155,8 @@ def _write_like(export: Export) -> Path:
 
 OWN = {"lora": _write_peft, "gguf": _write_gguf, "same": _write_like}
 """What writes the rows that are an `OwnWriter`, by name."""
+REGROUP = {"kohya": fuse_attention, "diffusers": split_attention}
+"""What rows do first where their programs have q, k and v in one layer, or in three."""
 
 
 def _gguf_storage(storage: str | None) -> str:

@@ -19,6 +19,7 @@ from lsrdecomp.lora.files.tensors import cast
 from lsrdecomp.lora.files.writers.gguf import read_base, write_gguf
 from lsrdecomp.lora.files.writers.pair_writer import PairWriter, check_file_name
 from lsrdecomp.lora.files.writers.peft import write_lora
+from lsrdecomp.lora.files.writers.table import Writer, find_writer
 from lsrdecomp.lora.files.writing import new_directory, new_file, write_json
 
 if TYPE_CHECKING:
@@ -100,21 +101,33 @@ class RankRule:
         Layers, by their index, that have one rank in common: experts of one stack; otherwise each
         is alone.
     is_common : bool
-        Whether all layers that are in the file have one rank, by which one alpha outside of it is
-        divided.
+        Whether all layers that are in the file have one rank: by it one alpha outside of the file
+        is divided, or the format's programs load no other.
     """
 
     groups: tuple[tuple[int, ...], ...]
     is_common: bool
 
 
-def rank_rule(like: Checkpoint) -> RankRule:
-    """Return the rule for the ranks of a file that `write_pairs` writes like another."""
+def rank_rule(like: Checkpoint, to: str = "same") -> RankRule:
+    """Return the rule for the ranks of a file that `write_pairs` writes like another.
+
+    Or under the names of another `Writer`, which ``to`` names.
+    """
+    if to != "same":
+        writer = find_writer(to)
+        alone = tuple((index,) for index in range(len(like.layers)))
+        return RankRule(alone, is_common=isinstance(writer, Writer) and writer.has_one_rank)
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
         is_lora = isinstance(layer, LoraLayer)
         groups[layer.up.name if is_lora else layer.name].append(index)
-    return RankRule(groups=tuple(map(tuple, groups.values())), is_common=_has_one_alpha(like))
+    # mlx-lm loads no directory whose layers differ from the rank in its config.
+    is_mlx_directory = like.format == "mlx" and like.config.get("lora_alpha") is None
+    return RankRule(
+        groups=tuple(map(tuple, groups.values())),
+        is_common=_has_one_alpha(like) or is_mlx_directory,
+    )
 
 
 def _has_one_alpha(like: Checkpoint) -> bool:
@@ -247,9 +260,16 @@ def _stored_scale(like: Checkpoint, layer: LoraLayer, rank: int) -> float:
 
 
 def pair_as_read(
-    like: Checkpoint, name: str, up: Array, down: Array, *, storage: str | None, rank: int
+    like: Checkpoint,
+    name: str,
+    up: Array,
+    down: Array,
+    *,
+    storage: str | None,
+    rank: int,
+    to: str = "same",
 ) -> tuple[Array, Array]:
-    """Round a pair as `write_same` does; return what a reader of the file will get.
+    """Round a pair as `write_pairs` does; return what a reader of the file will get.
 
     Parameters
     ----------
@@ -261,6 +281,8 @@ def pair_as_read(
         Type of both; absent, that of the layer in ``like``.
     rank : int
         The rank that the file gives the layer, zeros included.
+    to : str
+        The format that is written; of others than "same" no scale stands beside the pairs.
 
     Raises
     ------
@@ -268,11 +290,13 @@ def pair_as_read(
         If a number overflows, with the layer and a storage that holds it.
     """
     layer = like.layer(name)
-    if like.format == "gguf":
-        return up, down  # in blocks: measured when it is written
-    if like.format in PEFT_FORMATS:
-        storage = storage or like.storage
-    scale = _stored_scale(like, layer, rank)
+    scale = 1.0
+    if to == "same":
+        if like.format == "gguf":
+            return up, down  # in blocks: measured when it is written
+        if like.format in PEFT_FORMATS:
+            storage = storage or like.storage
+        scale = _stored_scale(like, layer, rank)
     halves = (up if scale == 1.0 else up / scale, down)
     try:
         stored_up, stored_down = (cast(half, storage or layer.dtype, name) for half in halves)

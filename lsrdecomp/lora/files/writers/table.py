@@ -7,12 +7,13 @@ nothing here needs NumPy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import UnsupportedError, unknown
-from lsrdecomp.lora.files.layer_names import diffusers_name, kohya_name
+from lsrdecomp.lora.files.layer_names import diffusers_name, kohya_name, mlx_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,8 @@ class Writer:
         raises `UnsupportedError` for one that it has no name for.
     transposed : bool
         Whether A is stored as (n, r) and B as (r, m).
+    has_one_rank : bool
+        Whether the format's programs ask for one rank of all layers: others are padded with zeros.
     has_alphas : bool
         Whether each layer has an ``.alpha`` beside the pair, its rank. The scale is in B either
         way.
@@ -135,6 +138,7 @@ class Writer:
     endings: tuple[str, str]
     name_of: NameOf = lambda name, _: name
     transposed: bool = False
+    has_one_rank: bool = False
     has_alphas: bool = False
     takes_extras: bool = True
     config: MakeConfig | None = None
@@ -147,18 +151,51 @@ class Writer:
         return "file" if self.config is None else "directory"
 
 
+def mlx_config(export: Export, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the config of mlx-lm for pairs whose scale is in B.
+
+    Keys name modules within a block, as mlx-lm's own, and -1 asks for all blocks: those without a
+    pair in the file get zeros.
+    """
+    base = export.source.config.get("base_model_name_or_path") if export.source else None
+    keys = {re.sub(r"^.*?\blayers\.\d+\.", "", name) for name in ranks}
+    parameters = {"rank": max(ranks.values()), "scale": 1.0, "dropout": 0.0, "keys": sorted(keys)}
+    return {
+        "fine_tune_type": "lora",
+        "model": base,
+        "num_layers": -1,
+        "lora_parameters": parameters,
+    }
+
+
 KOHYA = Writer("kohya", (".lora_down.weight", ".lora_up.weight"), kohya_name, has_alphas=True)
 DIFFUSERS = Writer(
     "diffusers", (".lora_A.weight", ".lora_B.weight"), diffusers_name, takes_extras=False
 )
+MLX = Writer(
+    "mlx",
+    (".lora_a", ".lora_b"),
+    mlx_name,
+    transposed=True,
+    has_one_rank=True,
+    takes_extras=False,
+    config=mlx_config,
+    weights="adapters.safetensors",
+)
+"""Checked with mlx-lm 0.32.2 (d78bf58e217c), whose `load_adapters` refuses other tensors and
+ranks."""
 WRITERS: tuple[Writer | OwnWriter, ...] = (
     OwnWriter("lora", "directory"),
     OwnWriter("gguf", "file", ("f32", "f16", "q8_0")),
     KOHYA,
     DIFFUSERS,
+    MLX,
     OwnWriter("same", ""),
 )
 """What ``export --to`` writes."""
+CUT_FORMATS = ("same", MLX.name)
+"""What ``compress --to`` writes. Kohya's and diffusers' files may have q, k and v in one, or apart,
+which changes the size that was asked for: `export` writes them."""
 
 
 def writer_names() -> tuple[str, ...]:
