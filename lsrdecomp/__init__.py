@@ -7,6 +7,7 @@ A matrix
     `error_curve`      how the error falls with the number of terms
     `SeparatedMatrix`  the answer as an operator: ``A @ x``, norms; formed by `to_matrix` alone
     `recompress`       fewer terms for a `SeparatedMatrix` that has too many
+    `load`             reads what ``save`` of an answer wrote
 
 A LoRA adapter
     `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers

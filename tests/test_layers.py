@@ -337,6 +337,7 @@ PUBLIC = {
     "decompose_each",
     "distil",
     "error_curve",
+    "load",
     "open_checkpoint",
     "read_statistics",
     "recompress",
