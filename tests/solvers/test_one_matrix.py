@@ -1,4 +1,4 @@
-"""One NumPy matrix of a few hundred rows: its own Krylov space, and Gram's single precision."""
+"""One NumPy matrix of a few hundred rows: its Krylov space, and the Gram route of `SVD`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 
 from lsrdecomp import KroneckerShape
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
-from lsrdecomp.solvers import BatchedKrylov, Gram
-from lsrdecomp.solvers.solver import ErrorKind, Event
-from lsrdecomp.solvers.svd import gram
+from lsrdecomp.solvers import SVD, Krylov
+from lsrdecomp.solvers.solver import ErrorKind
+from lsrdecomp.solvers.svd import dense
 from lsrdecomp.targets.target import Dense
 
 K = np.arange(256.0)
@@ -67,30 +67,20 @@ def assert_is_near(solution, matrix, sigma, rank):
 def test_a_space_of_its_own_ends_near_the_optimum(name, shape, kind, rng):
     matrix, sigma = matrix_of(name, shape, kind, rng)
     for rank in (1, 4):
-        solution = BatchedKrylov(tolerance=LIMIT).solve(matrix, shape, rank=rank)
+        solution = Krylov(tolerance=LIMIT).solve(matrix, shape, rank=rank)
         assert_is_near(solution, matrix, sigma, rank)
 
 
 @pytest.mark.parametrize("name", ["1/k", "slow", "fast", "a spike over a line"])
-def test_a_space_of_its_own_takes_the_steps_of_a_batch_of_one(name, rng):
+def test_a_space_of_its_own_takes_the_steps_of_a_batch(name, rng):
     shape = SHAPES["wide"]
     matrix, _ = matrix_of(name, shape, float, rng)
-    alone = BatchedKrylov(tolerance=LIMIT).solve(matrix, shape, rank=3)
-    (batched,) = BatchedKrylov(tolerance=LIMIT, svd_limit=1).solve_batch(
-        matrix[None, :, :], shape, rank=3
-    )
+    alone = Krylov(tolerance=LIMIT).solve(matrix, shape, rank=3)
+    batched, _ = Krylov(tolerance=LIMIT).solve_batch(np.stack([matrix, matrix]), shape, rank=3)
     assert alone.approximation.weights == pytest.approx(batched.approximation.weights, rel=1e-6)
     assert [sweep.relative_error for sweep in alone.sweeps] == pytest.approx(
         [sweep.relative_error for sweep in batched.sweeps], rel=1e-5
     )
-
-
-def test_what_steps_leave_open_is_handed_over_with_their_records(rng):
-    shape = SHAPES["wide"]
-    matrix, sigma = matrix_of("flat", shape, float, rng)
-    solution = BatchedKrylov(tolerance=1e-9, max_steps=2).solve(matrix, shape, rank=2)
-    assert_is_near(solution, matrix, sigma, 2)
-    assert [sweep.event for sweep in solution.sweeps][-1] is Event.hand_over
 
 
 SMALL = KroneckerShape(((8, 8), (9, 9)))
@@ -101,7 +91,7 @@ SMALL = KroneckerShape(((8, 8), (9, 9)))
 @pytest.mark.parametrize("name", SPECTRA)
 def test_eigenvectors_in_single_precision_end_near_the_optimum(name, rank, kind, rng):
     matrix, sigma = matrix_of(name, SMALL, kind, rng)
-    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=rank)
+    solution = SVD(tolerance=LIMIT).solve(matrix, SMALL, rank=rank)
     assert_is_near(solution, matrix, sigma, min(rank, np.count_nonzero(sigma)))
 
 
@@ -114,8 +104,8 @@ def test_what_single_precision_cannot_tell_is_computed_in_double(rng, monkeypatc
     right = np.linalg.qr(rng.standard_normal((81, 64)))[0]
     matrix = inverse_rearrange((left * sigma) @ right.T, SMALL)
     asked = []
-    in_double = gram.eigenpairs
-    monkeypatch.setattr(gram, "eigenpairs", lambda *given: asked.append(1) or in_double(*given))
-    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=3)
+    in_double = dense.eigenpairs
+    monkeypatch.setattr(dense, "eigenpairs", lambda *given: asked.append(1) or in_double(*given))
+    solution = SVD(tolerance=LIMIT).solve(matrix, SMALL, rank=3)
     assert asked
     assert_is_near(solution, matrix, sigma, 3)

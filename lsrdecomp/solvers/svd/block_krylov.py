@@ -1,0 +1,632 @@
+"""Two factors by products: block Krylov spaces of one matrix, a batch, or what is never formed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    device,
+    is_complex,
+    is_differentiated,
+    is_double,
+    like,
+    namespace,
+    norm,
+    real_part,
+    require_finite,
+    to_numpy,
+)
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.iteration import IterationStep, iterate
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.solver import ErrorKind, Event, Solution, Status, Sweep
+from lsrdecomp.solvers.svd.batch import BatchRequest
+from lsrdecomp.solvers.svd.certificate import Certificate, least_error
+from lsrdecomp.solvers.svd.crossings import krylov_side
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.krylov_space import AdjointOperator, KrylovSpace, orthonormal
+from lsrdecomp.solvers.svd.singular_terms import (
+    Triples,
+    as_separated,
+    as_sums,
+    residual_blocks,
+    svd_of_tall,
+)
+from lsrdecomp.targets.residual import has_twelve_digits
+from lsrdecomp.targets.row_stream import RearrangedRows, RowStream
+from lsrdecomp.targets.separated_target import Separated
+from lsrdecomp.targets.sparse import Sparse
+from lsrdecomp.targets.target import Dense, LowRank, Rearranged, RearrangedDense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lsrdecomp.kronecker.separated import SeparatedMatrix
+    from lsrdecomp.kronecker.shape import KroneckerShape
+
+SINGLE_ENTRIES = 2**17
+"""Entries of R(M) above which a space grows in single precision: it saves less of a small matrix
+than it costs to convert it, by timing of 128² to 512²."""
+
+CHUNK_ENTRIES = 2**20
+"""Entries of the matrices of a batch that take their steps together."""
+
+GOAL_BLOCK = 16
+"""Columns of a block where a tolerance is given and the number of terms is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Krylov(MatrixSolver):
+    """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ, by block Lanczos [1]_.
+
+    A block has a column for each term and four more, so that no copy of a repeated value is missed.
+    The first comes from random columns [2]_; the second, a power step further, follows unless their
+    sizes fall fast. Then the certificate of the space says how far the error may be above its
+    optimum (see `Certificate`): within ``tolerance``, that is the answer, else the space grows from
+    where it is. With ``atol`` it grows until besides the number of terms is known to be the least.
+    Terms are orthogonal, γ = 1. Large matrices in memory are read in single precision, at half the
+    price; a Rayleigh–Ritz step in double ends the solve, half a step further, so that single
+    precision costs no more than the square of its rounding.
+
+    Where values hardly fall and the dense way is faster, and where the space would grow to a third
+    of the smaller side of R(M), `SVD` takes over; at once where torch differentiates what is
+    computed (``requires_grad``).
+
+    Cost: 2·b products a step, O((p + q)·k²) for orthogonality in a space of k columns, memory O((p
+    + q)·k).
+
+    Parameters
+    ----------
+    tolerance : float
+        Allowed excess of the error over the optimum, relative. An error within rounding of the
+        optimum, 64 μ‖R‖, is enough too: the gap then says what is left open.
+    seed : int
+        Of the random start, drawn by NumPy whatever the library of the target.
+    max_steps : int
+        Maximum blocks in a space; then the status is `Status.sweep_limit` and the gap says how far
+        the result may be off.
+
+    References
+    ----------
+    .. [1] G. H. Golub and R. Underwood, The block Lanczos method for computing eigenvalues, in
+       Mathematical Software III, 1977. doi:10.1016/B978-0-12-587260-7.50018-2
+    .. [2] C. Musco and C. Musco, Randomized block Krylov methods for stronger and faster
+       approximate singular value decomposition, NIPS 2015. arXiv:1504.05477
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import KroneckerShape
+    >>> i = np.arange(64.0)
+    >>> matrices = [1.0 / (start + i[:, None] + i[None, :]) for start in (1, 2, 3)]
+    >>> solutions = Krylov().solve_batch(matrices, KroneckerShape(((8, 8), (8, 8))), rank=2)
+    >>> [np.round(solution.approximation.weights, 3).tolist() for solution in solutions]
+    [[2.149, 0.65], [1.81, 0.377], [1.652, 0.262]]
+    """
+
+    order: ClassVar[int] = 2
+    tolerance: float = 1e-3
+    seed: int = 0
+    max_steps: int = 128
+
+    def _solve(self, problem: MatrixProblem) -> Solution:
+        """Find the leading singular triples of R(M); the contract is `Solver.solve`.
+
+        Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts,
+        reads R(M) once for a whole block, and stops by the error of the *approximation* instead of
+        the residual of each triple. So it ends sooner, and single triples are less exact. Unlike
+        ``sklearn.utils.extmath.randomized_svd`` it keeps every direction it has seen, and says how
+        far its error may be above the optimum.
+
+        Returns
+        -------
+        Solution
+            In the element type of the target; in double precision where that would be seen in the
+            error. ``optimality_gap`` and ``gap_kind`` as `Certificate` explains; gap None where
+            nothing is known. ``sweeps`` are the checks of the certificate, then those of `SVD`
+            where it took over.
+        """
+        target, shape = problem.target, problem.shape
+        block = self._block_size(problem)
+        if target.norm == 0.0 or 3 * block > min(shape.sizes):
+            return problem.delegate_to(SVD(self.tolerance))
+        operator, exact = self._operators(problem)
+        prototype = exact.prototype
+        if is_differentiated(prototype):
+            return problem.delegate_to(SVD(self.tolerance))
+        dtype = prototype.dtype
+        if isinstance(target, Dense):
+            dtype = target.matrix.dtype
+        elif not is_double(operator.prototype):
+            dtype = operator.prototype.dtype
+        solution = None
+        for each in (operator, exact) if operator is not exact else (exact,):
+            problem.progress.mark(Event.start)
+            precise = exact
+            if shape.sizes[0] > shape.sizes[1]:  # Q, whose space fills first, on the smaller side
+                each, precise = AdjointOperator(each), AdjointOperator(exact)
+            space = KrylovSpace(each, target.norm, block, self.seed)
+            is_held = isinstance(target, Dense)
+            growth = _Growth(space, self, problem.max_terms, problem.relative_goal, is_held)
+            if growth.is_for_the_dense_way:
+                break
+            solution = _Single(growth, precise, problem, dtype).solution()
+            if solution is not None:
+                return solution
+        return problem.delegate_to(SVD(self.tolerance))
+
+    def _operators(self, problem: MatrixProblem) -> tuple[Rearranged, Rearranged]:
+        """Return R(M) as a space is to read it, and in double precision where that can be had."""
+        target, shape = problem.target, problem.shape
+        goal = problem.relative_goal
+        operator: Rearranged
+        if isinstance(target, Dense) and math.prod(shape.sizes) > 2**22 and goal is None:
+            # R(M) is held once, in single precision.
+            is_usable = self.tolerance >= 1e-7 and 1e-15 < target.norm < 1e15
+            if is_usable and not is_differentiated(target.matrix):
+                xp = namespace(target.matrix)
+                dtype = xp.complex64 if is_complex(target.matrix) else xp.float32
+                operator = RearrangedDense(target.streamed(shape, dtype).formed())
+                return operator, in_double(target, shape)
+        operator = target.rearranged(shape)
+        prototype = operator.prototype
+        if is_differentiated(prototype) or not isinstance(target, Widened):
+            return operator, operator
+        # A finer goal would lose terms to the rounding of single precision.
+        is_coarse = self.tolerance >= 1e-7 and (goal is None or goal >= 1e-4)
+        if not is_double(prototype):
+            exact = in_double(target, shape)
+            return (operator if is_coarse else exact), exact
+        is_usable = isinstance(target, Dense) and 1e-15 < target.norm < 1e15
+        is_large = math.prod(shape.sizes) > SINGLE_ENTRIES
+        if is_coarse and goal is None and is_usable and is_large:
+            return in_single(operator.formed()), operator
+        return operator, operator
+
+    def _block_size(self, problem: MatrixProblem | BatchRequest) -> int:
+        """Return the least multiple of eight that holds the terms asked for, and four more.
+
+        A product with eight columns takes hardly more time than one with four.
+        """
+        if problem.rank is None:
+            return GOAL_BLOCK
+        return -(-(problem.max_terms + 4) // 8) * 8
+
+    def solve_batch(
+        self,
+        matrices: Any,
+        shape: KroneckerShape,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> tuple[Solution, ...]:
+        """Find the leading singular triples of the rearrangement of each matrix.
+
+        All matrices take the same steps, as batched products, until each error is within
+        ``tolerance`` of its optimum. What this leaves open, or loses in the rounding of ‖R‖² − Σσ²,
+        is solved alone. Unlike a batched ``numpy.linalg.svd`` it stops when each error is near its
+        optimum.
+
+        Parameters
+        ----------
+        matrices : array_like, shape (L, m, n), or a sequence of matrices of one size
+        shape : KroneckerShape
+            Two factors.
+        rank : int, optional
+            Terms; a matrix that has fewer gets fewer.
+        atol : float, optional
+            Allowed ‖M − M̂‖_F of each matrix. They are then solved one by one.
+        on_sweep : callable, optional
+            Told the largest error of the matrices that take their steps together, then the steps of
+            single ones.
+
+        Returns
+        -------
+        tuple of Solution, one a matrix
+            As `solve` returns them. ``sweeps`` are the common steps and those of this matrix alone.
+
+        Raises
+        ------
+        ShapeError, PrecisionError, BudgetError
+            For sizes that differ or do not tile, entries that are not finite, and a missing goal.
+        """
+        request = BatchRequest.of(matrices, shape, rank, atol, on_sweep)
+        batch = request.batch
+        count = int(batch.shape[0])
+        side = min(request.shape.sizes)
+        if 3 * self._block_size(request) > side or is_differentiated(batch):
+            return SVD(self.tolerance).solve_batch(
+                batch, request.shape, rank=rank, atol=atol, on_sweep=on_sweep
+            )
+        solutions: dict[int, Solution] = {}
+        sweeps: dict[int, tuple[Sweep, ...]] = {}
+        if atol is None and count > 1:
+            height = max(1, CHUNK_ENTRIES // math.prod(batch.shape[1:]))
+            for start in range(0, count, height):
+                positions = range(start, min(start + height, count))
+                request.progress.mark(Event.start)
+                self._solve_together(list(positions), request, solutions, sweeps)
+        for i in range(count):
+            if i not in solutions:
+                is_for_svd = i in sweeps and side < krylov_side(request.max_terms, is_flat=True)
+                solver = SVD(self.tolerance) if is_for_svd else self
+                solutions[i] = request.solve_alone(i, solver, sweeps.get(i, ()))
+        return tuple(solutions[i] for i in range(count))
+
+    def _solve_together(
+        self,
+        positions: list[int],
+        request: BatchRequest,
+        solutions: dict[int, Solution],
+        sweeps: dict[int, tuple[Sweep, ...]],
+    ) -> None:
+        """Solve for some matrices by common steps; add the solutions near their optima."""
+        batch = request.batch
+        progress = request.progress
+        norms = {i: norm(batch[i, :, :]) for i in positions}
+        if not all(map(math.isfinite, norms.values())):
+            require_finite(batch, "batch")
+        usable = [i for i in positions if 1e-15 < norms[i] < 1e15]
+        if not usable:
+            return
+        xp = namespace(batch)
+        operators = rearrange(_taken(batch, usable), request.shape)
+        is_adjoint = operators.shape[1] > operators.shape[2]
+        if is_adjoint:
+            operators = adjoint(operators)
+        exact = RearrangedDense(operators)
+        operator = exact
+        if math.prod(operators.shape[1:]) > SINGLE_ENTRIES and self.tolerance >= 1e-7:
+            operator = in_single(operators)
+        sizes = xp.asarray([norms[i] for i in usable], dtype=xp.float64, device=device(batch))
+        sizes = xp.astype(sizes, real_part(operator.matrix[:1, :1, :1]).dtype)[:, None, None]
+        space = KrylovSpace(operator, sizes, self._block_size(request), self.seed)
+        growth = _Growth(space, self, request.max_terms)
+        n_earlier = len(progress.sweeps)
+        checks = None
+        if not growth.is_for_the_dense_way:
+            checks, _ = iterate(growth.common_steps(), None, progress)
+        records = progress.sweeps[n_earlier:]
+        if checks is None:
+            sweeps.update(dict.fromkeys(usable, records))
+            return
+        near = []
+        for k, check in enumerate(checks):
+            if growth.is_near(check):
+                near.append(k)
+            elif not check.hides_error(request.max_terms, self.tolerance):
+                sweeps[usable[k]] = records
+        if not near:
+            return
+        parts = [(usable[k], checks[k]) for k in near]
+        operators = _taken(operators, near)
+        images = _taken(space.images, near)
+        vectors = np.stack([check.vectors[:, : request.max_terms] for _, check in parts])
+        left, sigma, right = rayleigh_ritz_step(RearrangedDense(operators), images, vectors)
+        if is_adjoint:
+            left, right = adjoint(right), adjoint(left)
+        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1)
+        sums = as_sums(left, sigma, right, request.shape)
+        for (i, check), terms, energy in zip(parts, sums, captured, strict=True):
+            squared_error = 1.0 - float(energy) / norms[i] ** 2
+            error = None
+            # What is left of ‖R‖² is the error of the terms themselves if nothing was rounded.
+            if is_double(operators) and has_twelve_digits(squared_error, 2.0):
+                error = math.sqrt(squared_error)
+            gap, kind = check.excess(request.max_terms, self.tolerance)
+            solutions[i] = Solution(terms, Status.rank_reached, records, gap, kind, error)
+
+
+def rayleigh_ritz_step(operator: Rearranged, images: Array, vectors: np.ndarray) -> Triples:
+    """Return the singular triples of R V Vᴴ, where V is spanned by combinations of some images.
+
+    In the precision of the operator: the rounding of the images is squared.
+    """
+    prototype = operator.prototype
+    xp = namespace(images)
+    weights = like(np.ascontiguousarray(vectors), images)
+    basis, _ = orthonormal(xp.astype(images @ weights, prototype.dtype))
+    left, sigma, rotation = svd_of_tall(operator.matmat(basis))
+    return left, sigma, rotation @ adjoint(basis)
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One space, or those of a batch, while it grows, and the request that it is to meet."""
+
+    space: KrylovSpace
+    solver: Krylov
+    max_terms: int
+    goal: float | None = None  # allowed relative error
+    is_held: bool = True  # whether R is an array, which the dense way can take as it is
+    is_fine: bool = False  # whether singular values are needed to all digits
+    earlier: Certificate | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Allowed excess of the error over the optimum, relative."""
+        return self.solver.tolerance
+
+    @property
+    def is_for_the_dense_way(self) -> bool:
+        """Whether values fall so slowly that the dense way is faster, or two blocks too many."""
+        space = self.space
+        if self.goal is not None or not self.is_held:
+            return False
+        is_small = 6 * space.block > min(space.operator.shape)
+        if is_small and not space.falls_fast(self.max_terms):
+            return True
+        return bool(np.all(self.are_flat))
+
+    @property
+    def are_flat(self) -> np.ndarray:
+        """Whether the values of each matrix hardly fall, and the dense way is faster for them."""
+        side = min(self.space.operator.shape)
+        is_small = side < krylov_side(self.max_terms, is_flat=True)
+        return self.space.are_flat & is_small
+
+    @property
+    def is_full_of_steps(self) -> bool:
+        """Whether the space has as many blocks as it may have."""
+        return self.space.n_blocks >= self.solver.max_steps
+
+    def steps(self) -> Iterator[IterationStep[Certificate | None]]:
+        """Grow the space of one matrix until its certificate meets the request.
+
+        It ends without a state where the space would fill too much of the smaller side.
+        """
+        for checks in self._checks():
+            if checks is None:
+                yield IterationStep(None, None)
+                continue
+            check = checks[0]
+            if self._is_hopeless(check):
+                return
+            error = check.error(self.terms(check))
+            objective = float(check.squared_errors[min(self.max_terms, check.size)])
+            converged = self.is_enough(check) or self.is_full_of_steps
+            yield IterationStep(check, error, objective=objective, converged=converged)
+            self.earlier = check
+
+    def common_steps(self) -> Iterator[IterationStep[list[Certificate] | None]]:
+        """Grow the spaces of a batch until the certificate of each meets the request."""
+        side = min(self.space.operator.shape)
+        for checks in self._checks():
+            if checks is None:
+                yield IterationStep(None, None)
+                continue
+            objective = max(float(check.squared_errors[self.max_terms]) for check in checks)
+            is_last = self.is_full_of_steps or 3 * (self.space.size + self.space.block) > side
+            are_done = self.are_flat | np.asarray([self.is_enough(check) for check in checks])
+            converged = is_last or bool(np.all(are_done))
+            error = math.sqrt(objective)
+            yield IterationStep(checks, error, objective=objective, converged=converged)
+
+    def _checks(self) -> Iterator[list[Certificate] | None]:
+        """Grow by a block at a time; look when two blocks are there, and after each quarter."""
+        space = self.space
+        side = min(space.operator.shape)
+        is_one_enough = self.goal is not None or space.falls_fast(self.max_terms)
+        next_check = space.block if is_one_enough else 2 * space.block
+        while True:
+            is_due = space.size >= next_check or self.is_full_of_steps
+            if is_due:
+                next_check = space.size + space.size // 4
+                yield space.certificates(fine=self.is_fine)
+            else:
+                yield None
+            # A space of more than a third of the side would cost more than the dense way. By hand.
+            if 3 * (space.size + space.block) > side:
+                return
+            space.grow()
+
+    def terms(self, check: Certificate) -> int:
+        """Return the terms to take: all that may be used, or the fewest that meet the goal."""
+        if self.goal is None:
+            return min(self.max_terms, check.size)
+        return check.smallest_rank(self.goal, self.max_terms)
+
+    def is_near(self, check: Certificate) -> bool:
+        """Return whether the error of all terms is near its optimum."""
+        if check.hides_error(self.max_terms, self.tolerance):
+            return False
+        return check.excess(self.max_terms, self.tolerance)[0] <= self.tolerance
+
+    def is_enough(self, check: Certificate) -> bool:
+        """Return whether more steps would change neither the number of terms nor their error.
+
+        The error not beyond the tolerance; also where rounding hides it, so that it has to be
+        measured.
+        """
+        rank = self.terms(check)
+        if self.goal is not None and check.error(rank) <= self.goal:
+            if rank == 0:
+                return True
+            excess, _ = check.excess(rank - 1, self.tolerance)
+            fewer_would_fail = check.error(rank - 1) > self.goal * (1.0 + excess)
+            return excess <= self.tolerance or fewer_would_fail
+        if rank < self.max_terms:
+            return False
+        if check.hides_error(rank, self.tolerance):
+            return True
+        return check.excess(rank, self.tolerance)[0] <= self.tolerance
+
+    def _is_hopeless(self, check: Certificate) -> bool:
+        """Return whether the space would grow too large before it met the goal."""
+        if self.goal is None or not self.terms(check) == check.size < self.max_terms:
+            return False
+        side = min(self.space.operator.shape)
+        return check.columns_needed(self.goal, self.earlier) > side / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """One matrix: its space while it grows, and R in double precision for the terms."""
+
+    growth: _Growth
+    exact: Rearranged
+    problem: MatrixProblem
+    dtype: Any  # element type of the target
+
+    def solution(self) -> Solution | None:
+        """Grow the space to a solution.
+
+        None where it would grow too large, or sees no further in its precision.
+        """
+        growth = self.growth
+        progress = self.problem.progress
+        steps = growth.steps()
+        while True:
+            check, ended = iterate(steps, None, progress)
+            if check is None and ended:
+                return None
+            if check is None:
+                (check,) = growth.space.certificates()
+            is_limit = not ended or growth.is_full_of_steps
+            solution = self._finished(check, is_limit=is_limit)
+            if solution is not None:
+                return replace(solution, sweeps=progress.sweeps)
+            if not is_double(growth.space.operator.prototype):
+                return None
+            growth.is_fine = True
+
+    def _finished(self, check: Certificate, *, is_limit: bool) -> Solution | None:
+        """Return the terms that the space holds; None where they do not meet the request."""
+        growth = self.growth
+        goal = growth.goal
+        tolerance = growth.tolerance
+        rank = growth.terms(check)
+        # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² where that has its digits.
+        triples = rayleigh_ritz_step(self.exact, growth.space.images, check.vectors[:, :rank])
+        theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
+        squared_error = 1.0 - float(theta @ theta)
+        excess, kind = check.excess(rank, tolerance)
+        is_hidden = check.hides_error(rank, tolerance)
+        error = None
+        is_exact = is_double(self.exact.prototype)
+        if is_exact and has_twelve_digits(squared_error, 2.0):
+            error = math.sqrt(squared_error)
+        elif is_hidden or goal is not None or self._is_held:
+            error = self._measured(triples)
+        # Terms 2: an error that sinks in the rounding of squares is bounded by couplings.
+        is_rounding = False
+        if is_hidden and rank > 0 and error is not None:
+            bound = least_error(float(theta[-1]), error, self._coupling(triples))
+            excess = error / bound - 1.0 if bound else math.inf
+            kind = ErrorKind.bounded
+            unit = unit_roundoff(self.exact.prototype.dtype)
+            is_rounding = error <= bound * (1.0 + tolerance) + 64.0 * unit
+        # Terms 3: the end of the solve, or more steps.
+        meets_goal = goal is not None and error is not None and error <= goal
+        is_all = goal is None or rank == growth.max_terms
+        is_near = is_all and (excess <= tolerance or is_rounding)
+        if not (meets_goal or is_near or is_limit):
+            return None
+        status = Status.rank_reached if goal is None else Status.rank_exhausted
+        if meets_goal:
+            status = Status.converged
+        elif is_limit and not is_near:
+            status = Status.sweep_limit
+        terms, is_rounded = self._terms(triples, max(squared_error, 0.0))
+        solution = Solution(terms, status, relative_error=None if is_rounded else error)
+        if excess < math.inf:
+            solution = replace(solution, optimality_gap=excess, gap_kind=kind)
+        return solution
+
+    @property
+    def _is_held(self) -> bool:
+        return isinstance(_without_adjoint(self.exact), RearrangedDense)
+
+    def _measured(self, triples: Triples) -> float:
+        """Measure the relative error of terms, from entries where R(M) is held."""
+        target = self.problem.target
+        matrix = _without_adjoint(self.exact)
+        left, sigma, right = triples
+        if not isinstance(matrix, RearrangedDense):
+            terms, _ = self._terms(triples, math.inf)
+            return target.residual_norm(terms) / target.norm
+        if isinstance(self.exact, AdjointOperator):
+            left, right = adjoint(right), adjoint(left)
+        blocks = residual_blocks(matrix.matrix, left, sigma, right)
+        return math.hypot(*map(norm, blocks)) / target.norm
+
+    def _coupling(self, triples: Triples) -> float:
+        """Return the norm of what couples terms to what is left of R, for ‖R‖ = 1."""
+        left, sigma, right = triples
+        if sigma.dtype != left.dtype:
+            sigma = namespace(left).astype(sigma, left.dtype)
+        rest = self.exact.rmatmat(left) - adjoint(right) * sigma
+        return norm(rest) / self.problem.target.norm
+
+    def _terms(self, triples: Triples, squared_error: float) -> tuple[SeparatedMatrix, bool]:
+        """Return Kronecker terms, and whether they were rounded to the type of the target.
+
+        They are not where that could be seen in the error.
+        """
+        left, sigma, right = triples
+        if isinstance(self.exact, AdjointOperator):
+            left, right = adjoint(right), adjoint(left)
+        is_rounded = False
+        if left.dtype != self.dtype:
+            rounding = (64.0 * unit_roundoff(self.dtype)) ** 2
+            goal = self.growth.goal
+            if goal is None:
+                is_rounded = rounding <= 2.0 * self.growth.tolerance * squared_error
+            else:
+                is_rounded = squared_error + rounding <= goal**2
+        if is_rounded and squared_error < math.inf:
+            xp = namespace(left)
+            left, right = (xp.astype(side, self.dtype) for side in (left, right))
+            sigma = xp.astype(sigma, real_part(left[:1, :1]).dtype)
+        rank = int(sigma.shape[0])
+        return as_separated(left, sigma, right, self.problem.shape, rank), is_rounded
+
+
+def _without_adjoint(operator: Rearranged) -> Rearranged:
+    return operator.operator if isinstance(operator, AdjointOperator) else operator
+
+
+def _taken(arrays: Array, positions: Sequence[int]) -> Array:
+    """Return the arrays at some positions of the first axis, without a copy if that is all."""
+    if len(positions) == arrays.shape[0]:
+        return arrays
+    xp = namespace(arrays)
+    return xp.take(arrays, xp.asarray(positions, dtype=xp.int64, device=device(arrays)), axis=0)
+
+
+Widened: TypeAlias = Dense | LowRank | RowStream | Separated | Sparse
+"""Targets whose entries can be had in double precision."""
+
+
+def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
+    """Return R(M) in double precision, held or from factors; of a stream by blocks of rows."""
+    if isinstance(target, RowStream):
+        rows = target.rearranged(shape)
+        parts = lambda: ((start, as_double(part)) for start, part in target.parts())  # noqa: E731
+        return RearrangedRows(parts, shape, as_double(rows.prototype))
+    if isinstance(target, Sparse):
+        dtype = np.result_type(target.matrix.dtype, np.float64)
+        return Sparse(target.matrix.astype(dtype)).rearranged(shape)
+    if isinstance(target, LowRank):
+        return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
+    if isinstance(target, Separated):
+        return Separated(target.matrix.in_double()).rearranged(shape)
+    # Up to 32 MiB are held beside the rearrangement in single precision. By hand.
+    if math.prod(target.shape) > 2**22:
+        return target.streamed(shape)
+    return RearrangedDense(as_double(target.tensor(shape)))
+
+
+def in_single(matrix: Array) -> RearrangedDense:
+    """Return R(M), or those of a batch, in single precision."""
+    xp = namespace(matrix)
+    return RearrangedDense(xp.astype(matrix, xp.complex64 if is_complex(matrix) else xp.float32))
