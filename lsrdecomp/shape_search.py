@@ -331,7 +331,8 @@ class _ShapeTrials:
         max_size = min(*operator.shape, 256)
         earlier = None
         found = None
-        while True:
+        while space.size + 2 * block < max_size:
+            space.grow()
             (certificate,) = space.certificates()
             rank_limit = min(max_rank, space.size)
             errors = np.sqrt(certificate.squared_errors)
@@ -346,10 +347,7 @@ class _ShapeTrials:
                     return None
             elif certificate.columns_needed(max_error, earlier) > max_rank:
                 return None
-            if space.size + 2 * block >= max_size:
-                break
             earlier = certificate
-            space.grow()
         self.unresolved += 1
         return found  # what the space holds can be had; the shape's best may be better
 

@@ -176,6 +176,7 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
     space = KrylovSpace(RearrangedDense(matrix.T.astype(kind)), 1.0, 16, 0)
     optimum = np.linalg.norm(sigma[rank:])
     for _ in range(8):
+        space.grow()
         (certificate,) = space.certificates()
         excess, _ = certificate.excess(rank)
         # The images of the Ritz vectors, and half a step nearer than these, known to more digits.
@@ -185,7 +186,6 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
             rounding = 64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum
             # The optimum comes from another factorization.
             assert error <= optimum * (1.0 + excess + 1e-11) + rounding
-        space.grow()
     assert excess < 1e-2
 
 
@@ -236,11 +236,11 @@ def test_a_cap_on_the_terms_is_kept_and_told():
 
 
 def test_too_few_steps_end_with_the_step_limit_and_an_honest_gap():
-    target = Dense(with_spectrum(SPECTRA["1/√k"]))
-    solution = Krylov(tolerance=1e-5, max_steps=3).solve(target, SHAPE, rank=12)
+    target = Dense(with_spectrum(SPECTRA["1/k"]))
+    solution = Krylov(tolerance=1e-9, max_steps=3).solve(target, SHAPE, rank=12)
     error = target.residual_norm(solution.approximation)
     assert solution.status is Status.sweep_limit
-    assert solution.optimality_gap >= error / np.linalg.norm(SPECTRA["1/√k"][12:]) - 1 > 1e-5
+    assert solution.optimality_gap >= error / np.linalg.norm(SPECTRA["1/k"][12:]) - 1 > 1e-9
 
 
 def test_the_rigorous_bound_is_used_where_the_tail_is_small():
@@ -267,7 +267,7 @@ def test_the_recurrence_holds_to_rounding(block, rows, columns, rank):
     matrix = rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))
     matrix = matrix / np.linalg.norm(matrix)
     space = KrylovSpace(RearrangedDense(matrix), 1.0, block, seed=1)
-    for _ in range(5):
+    for _ in range(6):
         space.grow()
     size = 16 * space.size
     # An overlap of blocks is an error of energies in its square.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from lsrdecomp.arrays import (
+    OVERSAMPLING,
     Array,
     adjoint,
     as_double,
@@ -67,7 +68,7 @@ GOAL_BLOCK = 16
 class Krylov(MatrixSolver):
     """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ, by block Lanczos [1]_.
 
-    A block has a column for each term and four more, so that no copy of a repeated value is missed.
+    A block has a column for each term and eight more, so that no copy of a repeated value is missed.
     The first comes from random columns [2]_; the second, a power step further, follows unless their
     sizes fall fast. Then the certificate of the space says how far the error may be above its
     optimum (see `Certificate`): within ``tolerance``, that is the answer, else the space grows from
@@ -192,13 +193,10 @@ class Krylov(MatrixSolver):
         return operator, operator
 
     def _block_size(self, problem: MatrixProblem | BatchRequest) -> int:
-        """Return the least multiple of eight that holds the terms asked for, and four more.
-
-        A product with eight columns takes hardly more time than one with four.
-        """
+        """Return the least multiple of four that holds the terms asked for, and some more."""
         if problem.rank is None:
             return GOAL_BLOCK
-        return -(-(problem.max_terms + 4) // 8) * 8
+        return -(-(problem.max_terms + OVERSAMPLING) // 4) * 4
 
     def solve_batch(
         self,
@@ -417,17 +415,15 @@ class _Growth:
         side = min(space.operator.shape)
         is_one_enough = self.goal is not None or space.falls_fast(self.max_terms)
         next_check = space.block if is_one_enough else 2 * space.block
-        while True:
+        # A space of more than a third of the side would cost more than the dense way. By hand.
+        while 3 * (space.size + space.block) <= side:
+            space.grow()
             is_due = space.size >= next_check or self.is_full_of_steps
             if is_due:
                 next_check = space.size + space.size // 4
                 yield space.certificates(fine=self.is_fine)
             else:
                 yield None
-            # A space of more than a third of the side would cost more than the dense way. By hand.
-            if 3 * (space.size + space.block) > side:
-                return
-            space.grow()
 
     def terms(self, check: Certificate) -> int:
         """Return the terms to take: all that may be used, or the fewest that meet the goal."""

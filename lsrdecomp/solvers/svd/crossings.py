@@ -3,7 +3,7 @@
 MIN_GRAM_SIDE = 32
 """Smaller side of R(M) up to which LAPACK's SVD is as fast as the eigenvectors of a Gram matrix."""
 
-CROSSINGS: tuple[tuple[int, int, int], ...] = ((4, 64, 128), (16, 160, 400), (64, 500, 1000))
+CROSSINGS: tuple[tuple[int, int, int], ...] = ((4, 128, 256), (16, 256, 529), (64, 600, 1100))
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
 tolerance where singular values fall, and where they hardly do."""
 

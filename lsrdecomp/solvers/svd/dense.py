@@ -115,8 +115,9 @@ class SVD(MatrixSolver):
     ) -> tuple[Solution, ...]:
         """Find the leading singular triples of the rearrangement of each matrix.
 
-        Small matrices go through one batched SVD, in the precision of the input and without terms
-        that are rounding; larger ones of NumPy's, and those that torch differentiates, one by one.
+        Small matrices, and those of other libraries, go through one batched SVD, in the precision
+        of the input and without terms that are rounding; larger ones of NumPy's, and those that
+        torch differentiates, one by one.
 
         Parameters
         ----------
@@ -134,9 +135,8 @@ class SVD(MatrixSolver):
         """
         request = BatchRequest.of(matrices, shape, rank, atol, on_sweep)
         batch = request.batch
-        is_large = min(request.shape.sizes) > MIN_GRAM_SIDE
-        is_fast_alone = isinstance(batch, np.ndarray) and is_double(batch)
-        if is_differentiated(batch) or (self.tolerance > 0.0 and is_large and is_fast_alone):
+        is_large = min(request.shape.sizes) > MIN_GRAM_SIDE and isinstance(batch, np.ndarray)
+        if is_large or is_differentiated(batch):
             positions = range(int(batch.shape[0]))
             return tuple(request.solve_alone(i, self) for i in positions)
         return tuple(truncated_svds(request))
@@ -234,10 +234,14 @@ class _GramRoute:
                 # At least the sum of the largest eigenvalues: of those found and, by Ky Fan, √s
                 # times the norm of their rounding, 64 μ‖G‖_F, of which 22 were seen.
                 rounding = 64.0 * unit_roundoff("float32") * math.sqrt(rank) * norm(gram)
-                max_sum = (float(values.sum(dtype=np.float64)) + rounding) / self.norm**2
-                solution = self._of_span(basis, None, Status.rank_reached, max_sum)
-                if solution is not None:
-                    return solution
+                loss = rounding / self.norm**2
+                seen = float(values.sum(dtype=np.float64)) / self.norm**2
+                # Where that hides the tolerance, only a last term above all that is left helps.
+                stands_apart = float(values[0]) / self.norm**2 > 1.0 - seen
+                if stands_apart or loss <= 2.0 * self.tolerance * (1.0 - seen):
+                    solution = self._of_span(basis, None, Status.rank_reached, seen + loss)
+                    if solution is not None:
+                        return solution
         # Gram 3: else in double precision.
         _, vectors = eigenpairs(gram, rank)
         return self._of_span(vectors[:, :rank], squaring_loss(rank), Status.rank_reached)

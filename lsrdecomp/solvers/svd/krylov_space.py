@@ -92,13 +92,12 @@ class KrylovSpace:
         self._seed = seed
         start = like(random_block(seed, columns, self.block, is_complex(prototype)), prototype)
         # The size of R from one random column to the next: how fast it falls.
-        following, self.sizes = orthonormal(operator.matmat(start) / norm)
+        self._first, self.sizes = orthonormal(operator.matmat(start) / norm)
         self.n_blocks = 0
-        self.basis: Array = following[..., :0]
+        self.basis: Array = self._first[..., :0]
         self.images: Array = None
-        batch = following.shape[:-2]
-        self.projected: np.ndarray = np.zeros((*batch, 0, 0), _host_type(prototype))
-        self._append(following)
+        dtype = np.complex128 if is_complex(prototype) else np.float64
+        self.projected: np.ndarray = np.zeros((*self._first.shape[:-2], 0, 0), dtype)
 
     @property
     def size(self) -> int:
@@ -107,16 +106,19 @@ class KrylovSpace:
 
     def falls_fast(self, rank: int) -> bool:
         """Return whether sizes fall so fast from column to column that one block may suffice."""
-        return bool(np.all(self.sizes[..., -1] <= 0.25 * self.sizes[..., rank - 1]))
+        return bool(np.all(self.sizes[..., -1] <= 0.06 * self.sizes[..., rank - 1]))
 
     @property
     def are_flat(self) -> np.ndarray:
         """Whether sizes hardly fall, of each matrix: then a space has to grow far."""
-        return np.ravel(self.sizes[..., -1] > 0.75 * self.sizes[..., 0])
+        squares = self.sizes**2
+        half = squares.shape[-1] // 2
+        first, last = squares[..., :half].sum(axis=-1), squares[..., -half:].sum(axis=-1)
+        return np.ravel(last > 0.75 * first)
 
     def grow(self) -> None:
         """Take the next block into the space: what R Rᴴ of the newest one has outside of it."""
-        self._append(self._outside(self._remainder))
+        self._append(self._outside(self._remainder) if self.n_blocks else self._first)
 
     def certificates(self, *, fine: bool = False) -> list[Certificate]:
         """Return the certificate of each matrix, of one matrix a list of one.
@@ -182,10 +184,6 @@ class KrylovSpace:
                 break
             block, _ = orthonormal(block - self.basis @ overlap)
         return block
-
-
-def _host_type(prototype: Array) -> Any:
-    return np.complex128 if is_complex(prototype) else np.float64
 
 
 @lru_cache(maxsize=16)
