@@ -57,6 +57,9 @@ SINGLE_ENTRIES = 2**17
 """Entries of R(M) above which a space grows in single precision: it saves less of a small matrix
 than it costs to convert it, by timing of 128² to 512²."""
 
+MAX_HELD_ENTRIES = 2**22
+"""Entries of R(M) that are held in double precision beside those in single: 32 MiB, by hand."""
+
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices of a batch that take their steps together."""
 
@@ -68,8 +71,8 @@ GOAL_BLOCK = 16
 class Krylov(MatrixSolver):
     """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ, by block Lanczos [1]_.
 
-    A block has a column for each term and eight more, so that no copy of a repeated value is missed.
-    The first comes from random columns [2]_; the second, a power step further, follows unless their
+    A block has a column for each term and more, so that no copy of a repeated value is missed. The
+    first comes from random columns [2]_; the second, a power step further, follows unless their
     sizes fall fast. Then the certificate of the space says how far the error may be above its
     optimum (see `Certificate`): within ``tolerance``, that is the answer, else the space grows from
     where it is. With ``atol`` it grows until besides the number of terms is known to be the least.
@@ -140,57 +143,47 @@ class Krylov(MatrixSolver):
         if target.norm == 0.0 or 3 * block > min(shape.sizes):
             return problem.delegate_to(SVD(self.tolerance))
         operator, exact = self._operators(problem)
-        prototype = exact.prototype
-        if is_differentiated(prototype):
-            return problem.delegate_to(SVD(self.tolerance))
-        dtype = prototype.dtype
-        if isinstance(target, Dense):
-            dtype = target.matrix.dtype
-        elif not is_double(operator.prototype):
-            dtype = operator.prototype.dtype
-        solution = None
+        if is_differentiated(exact.prototype):
+            return SVD(self.tolerance).of_matrix(exact.formed(), problem)
+        is_held = isinstance(target, Dense)
+        dtype = target.matrix.dtype if isinstance(target, Dense) else operator.prototype.dtype
         for each in (operator, exact) if operator is not exact else (exact,):
             problem.progress.mark(Event.start)
             precise = exact
             if shape.sizes[0] > shape.sizes[1]:  # Q, whose space fills first, on the smaller side
                 each, precise = AdjointOperator(each), AdjointOperator(exact)
             space = KrylovSpace(each, target.norm, block, self.seed)
-            is_held = isinstance(target, Dense)
             growth = _Growth(space, self, problem.max_terms, problem.relative_goal, is_held)
             if growth.is_for_the_dense_way:
                 break
             solution = _Single(growth, precise, problem, dtype).solution()
             if solution is not None:
                 return solution
-        return problem.delegate_to(SVD(self.tolerance))
+        problem.progress.mark(Event.hand_over if problem.progress.sweeps else Event.start)
+        return SVD(self.tolerance).of_matrix(exact.formed(), problem)
 
     def _operators(self, problem: MatrixProblem) -> tuple[Rearranged, Rearranged]:
         """Return R(M) as a space is to read it, and in double precision where that can be had."""
         target, shape = problem.target, problem.shape
         goal = problem.relative_goal
-        operator: Rearranged
-        if isinstance(target, Dense) and math.prod(shape.sizes) > 2**22 and goal is None:
-            # R(M) is held once, in single precision.
-            is_usable = self.tolerance >= 1e-7 and 1e-15 < target.norm < 1e15
-            if is_usable and not is_differentiated(target.matrix):
-                xp = namespace(target.matrix)
-                dtype = xp.complex64 if is_complex(target.matrix) else xp.float32
-                operator = RearrangedDense(target.streamed(shape, dtype).formed())
-                return operator, in_double(target, shape)
-        operator = target.rearranged(shape)
-        prototype = operator.prototype
-        if is_differentiated(prototype) or not isinstance(target, Widened):
-            return operator, operator
+        entries = math.prod(shape.sizes)
         # A finer goal would lose terms to the rounding of single precision.
         is_coarse = self.tolerance >= 1e-7 and (goal is None or goal >= 1e-4)
-        if not is_double(prototype):
-            exact = in_double(target, shape)
-            return (operator if is_coarse else exact), exact
-        is_usable = isinstance(target, Dense) and 1e-15 < target.norm < 1e15
-        is_large = math.prod(shape.sizes) > SINGLE_ENTRIES
-        if is_coarse and goal is None and is_usable and is_large:
-            return in_single(operator.formed()), operator
-        return operator, operator
+        exact: Rearranged
+        if isinstance(target, Dense) and is_double(target.matrix) and goal is None and is_coarse:
+            is_usable = 1e-15 < target.norm < 1e15 and not is_differentiated(target.matrix)
+            if is_usable and entries > MAX_HELD_ENTRIES:
+                rows = target.streamed(shape, single_type(target.matrix))
+                return RearrangedDense(rows.formed()), target.streamed(shape)
+            if is_usable and entries > SINGLE_ENTRIES:
+                exact = target.rearranged(shape)
+                return in_single(exact.matrix), exact
+        operator = target.rearranged(shape)
+        is_narrow = not is_double(operator.prototype) and isinstance(target, Widened)
+        if not is_narrow or is_differentiated(operator.prototype):
+            return operator, operator
+        exact = in_double(target, shape)
+        return (operator if is_coarse else exact), exact
 
     def _block_size(self, problem: MatrixProblem | BatchRequest) -> int:
         """Return the least multiple of four that holds the terms asked for, and some more."""
@@ -255,7 +248,7 @@ class Krylov(MatrixSolver):
                 self._solve_together(list(positions), request, solutions, sweeps)
         for i in range(count):
             if i not in solutions:
-                is_for_svd = i in sweeps and side < krylov_side(request.max_terms, is_flat=True)
+                is_for_svd = i in sweeps and side < krylov_side(request.max_terms, math.inf)
                 solver = SVD(self.tolerance) if is_for_svd else self
                 solutions[i] = request.solve_alone(i, solver, sweeps.get(i, ()))
         return tuple(solutions[i] for i in range(count))
@@ -363,14 +356,14 @@ class _Growth:
         is_small = 6 * space.block > min(space.operator.shape)
         if is_small and not space.falls_fast(self.max_terms):
             return True
-        return bool(np.all(self.are_flat))
+        return bool(np.all(self.are_for_the_dense_way))
 
     @property
-    def are_flat(self) -> np.ndarray:
-        """Whether the values of each matrix hardly fall, and the dense way is faster for them."""
+    def are_for_the_dense_way(self) -> np.ndarray:
+        """Whether the values of each matrix fall so slowly that the dense way is faster."""
         side = min(self.space.operator.shape)
-        is_small = side < krylov_side(self.max_terms, is_flat=True)
-        return self.space.are_flat & is_small
+        decays = self.space.decays
+        return np.asarray([side < krylov_side(self.max_terms, decay) for decay in decays])
 
     @property
     def is_full_of_steps(self) -> bool:
@@ -404,7 +397,9 @@ class _Growth:
                 continue
             objective = max(float(check.squared_errors[self.max_terms]) for check in checks)
             is_last = self.is_full_of_steps or 3 * (self.space.size + self.space.block) > side
-            are_done = self.are_flat | np.asarray([self.is_enough(check) for check in checks])
+            are_done = self.are_for_the_dense_way | np.asarray(
+                [self.is_enough(check) for check in checks]
+            )
             converged = is_last or bool(np.all(are_done))
             error = math.sqrt(objective)
             yield IterationStep(checks, error, objective=objective, converged=converged)
@@ -616,13 +611,17 @@ def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
         return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
     if isinstance(target, Separated):
         return Separated(target.matrix.in_double()).rearranged(shape)
-    # Up to 32 MiB are held beside the rearrangement in single precision. By hand.
-    if math.prod(target.shape) > 2**22:
+    if math.prod(target.shape) > MAX_HELD_ENTRIES:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.tensor(shape)))
 
 
 def in_single(matrix: Array) -> RearrangedDense:
     """Return R(M), or those of a batch, in single precision."""
-    xp = namespace(matrix)
-    return RearrangedDense(xp.astype(matrix, xp.complex64 if is_complex(matrix) else xp.float32))
+    return RearrangedDense(namespace(matrix).astype(matrix, single_type(matrix)))
+
+
+def single_type(array: Array) -> Any:
+    """Return the element type of an array in single precision."""
+    xp = namespace(array)
+    return xp.complex64 if is_complex(array) else xp.float32

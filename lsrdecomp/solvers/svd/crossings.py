@@ -3,15 +3,26 @@
 MIN_GRAM_SIDE = 32
 """Smaller side of R(M) up to which LAPACK's SVD is as fast as the eigenvectors of a Gram matrix."""
 
-CROSSINGS: tuple[tuple[int, int, int], ...] = ((4, 128, 256), (16, 256, 529), (64, 600, 1100))
+FAST = 0.15
+FLAT = 0.75
+"""How sizes of R from one random column to the next fall, second half over first: below the one
+they fall fast, above the other hardly."""
+
+CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
+    (4, 128, 128, 256),
+    (16, 144, 256, 529),
+    (64, 600, 600, 1100),
+)
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
-tolerance where singular values fall, and where they hardly do."""
+tolerance where sizes fall fast, where they fall, and where they hardly do: by
+``benchmarks/results/crossings.json``. Looking takes less than a tenth of the dense way's time."""
 
 
-def krylov_side(rank: int, *, is_flat: bool = False) -> float:
+def krylov_side(rank: int, decay: float = 0.0) -> float:
     """Return the smaller side of R(M) from which `Krylov` is faster for so many terms."""
-    for max_rank, falling, flat in CROSSINGS:
-        if rank <= max_rank:
-            return flat if is_flat else falling
-    max_rank, falling, flat = CROSSINGS[-1]
-    return rank / max_rank * (flat if is_flat else falling)
+    column = 1 if decay < FAST else 2 if decay < FLAT else 3
+    for row in CROSSINGS:
+        if rank <= row[0]:
+            return row[column]
+    last = CROSSINGS[-1]
+    return rank / last[0] * last[column]

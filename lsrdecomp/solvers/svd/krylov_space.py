@@ -109,12 +109,12 @@ class KrylovSpace:
         return bool(np.all(self.sizes[..., -1] <= 0.06 * self.sizes[..., rank - 1]))
 
     @property
-    def are_flat(self) -> np.ndarray:
-        """Whether sizes hardly fall, of each matrix: then a space has to grow far."""
-        squares = self.sizes**2
-        half = squares.shape[-1] // 2
-        first, last = squares[..., :half].sum(axis=-1), squares[..., -half:].sum(axis=-1)
-        return np.ravel(last > 0.75 * first)
+    def decays(self) -> np.ndarray:
+        """How sizes fall, of each matrix: those of the second half over those of the first."""
+        squares = np.atleast_2d(self.sizes**2)
+        half = -(-squares.shape[1] // 2)
+        decays: np.ndarray = np.sqrt(squares[:, -half:].sum(axis=1) / squares[:, :half].sum(axis=1))
+        return decays
 
     def grow(self) -> None:
         """Take the next block into the space: what R Rᴴ of the newest one has outside of it."""
