@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from lsrdecomp.arrays import (
-    OVERSAMPLING,
     Array,
     adjoint,
     as_double,
@@ -53,15 +52,19 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.separated import SeparatedMatrix
     from lsrdecomp.kronecker.shape import KroneckerShape
 
-SINGLE_ENTRIES = 2**17
-"""Entries of R(M) above which a space grows in single precision: it saves less of a small matrix
-than it costs to convert it, by timing of 128² to 512²."""
+SINGLE_ENTRIES = 2**16
+"""Entries of R(M) from which on a space grows in single precision: it saves less of a small matrix
+than it costs to convert it, by timing of 144² to 400²."""
 
 MAX_HELD_ENTRIES = 2**22
 """Entries of R(M) that are held in double precision beside those in single: 32 MiB, by hand."""
 
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices of a batch that take their steps together."""
+
+MIN_BLOCK = 12
+"""Columns of a block at least: a product with twelve takes little more time than with four, and two
+such blocks mostly suffice for a few terms where three of eight were needed."""
 
 GOAL_BLOCK = 16
 """Columns of a block where a tolerance is given and the number of terms is not known."""
@@ -71,8 +74,8 @@ GOAL_BLOCK = 16
 class Krylov(MatrixSolver):
     """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ, by block Lanczos [1]_.
 
-    A block has a column for each term and more, so that no copy of a repeated value is missed. The
-    first comes from random columns [2]_; the second, a power step further, follows unless their
+    A block has a column for each term and four more, so that no copy of a repeated value is missed.
+    The first comes from random columns [2]_; the second, a power step further, follows unless their
     sizes fall fast. Then the certificate of the space says how far the error may be above its
     optimum (see `Certificate`): within ``tolerance``, that is the answer, else the space grows from
     where it is. With ``atol`` it grows until besides the number of terms is known to be the least.
@@ -175,7 +178,7 @@ class Krylov(MatrixSolver):
             if is_usable and entries > MAX_HELD_ENTRIES:
                 rows = target.streamed(shape, single_type(target.matrix))
                 return RearrangedDense(rows.formed()), target.streamed(shape)
-            if is_usable and entries > SINGLE_ENTRIES:
+            if is_usable and entries >= SINGLE_ENTRIES:
                 exact = target.rearranged(shape)
                 return in_single(exact.matrix), exact
         operator = target.rearranged(shape)
@@ -186,10 +189,10 @@ class Krylov(MatrixSolver):
         return (operator if is_coarse else exact), exact
 
     def _block_size(self, problem: MatrixProblem | BatchRequest) -> int:
-        """Return the least multiple of four that holds the terms asked for, and some more."""
+        """Return the least multiple of four that holds the terms asked for, and four more."""
         if problem.rank is None:
             return GOAL_BLOCK
-        return -(-(problem.max_terms + OVERSAMPLING) // 4) * 4
+        return max(MIN_BLOCK, -(-(problem.max_terms + 4) // 4) * 4)
 
     def solve_batch(
         self,
@@ -276,7 +279,7 @@ class Krylov(MatrixSolver):
             operators = adjoint(operators)
         exact = RearrangedDense(operators)
         operator = exact
-        if math.prod(operators.shape[1:]) > SINGLE_ENTRIES and self.tolerance >= 1e-7:
+        if math.prod(operators.shape[1:]) >= SINGLE_ENTRIES and self.tolerance >= 1e-7:
             operator = in_single(operators)
         sizes = xp.asarray([norms[i] for i in usable], dtype=xp.float64, device=device(batch))
         sizes = xp.astype(sizes, real_part(operator.matrix[:1, :1, :1]).dtype)[:, None, None]

@@ -4,7 +4,7 @@ MIN_GRAM_SIDE = 32
 """Smaller side of R(M) up to which LAPACK's SVD is as fast as the eigenvectors of a Gram matrix."""
 
 FAST = 0.15
-FLAT = 0.75
+FLAT = 0.88
 """How sizes of R from one random column to the next fall, second half over first: below the one
 they fall fast, above the other hardly."""
 
