@@ -62,9 +62,8 @@ MAX_HELD_ENTRIES = 2**22
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices of a batch that take their steps together."""
 
-MIN_BLOCK = 12
-"""Columns of a block at least: a product with twelve takes little more time than with four, and two
-such blocks mostly suffice for a few terms where three of eight were needed."""
+MIN_BLOCK = 8
+"""Columns of a block at least: a product with eight takes hardly more time than one with four."""
 
 GOAL_BLOCK = 16
 """Columns of a block where a tolerance is given and the number of terms is not known."""
@@ -499,23 +498,34 @@ class _Single:
         goal = growth.goal
         tolerance = growth.tolerance
         rank = growth.terms(check)
+        is_hidden = check.hides_error(rank, tolerance)
+        if is_hidden and not growth.is_fine and not is_limit:
+            if not is_double(growth.space.operator.prototype):
+                # Single precision sees no further, unless the terms stand apart from what is left.
+                if rank and check.values[rank - 1] <= check.squared_errors[rank] + check.roundoff:
+                    return None
+            else:
+                (check,) = growth.space.certificates(fine=True)
         # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² where that has its digits.
         triples = rayleigh_ritz_step(self.exact, growth.space.images, check.vectors[:, :rank])
         theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
         squared_error = 1.0 - float(theta @ theta)
         excess, kind = check.excess(rank, tolerance)
-        is_hidden = check.hides_error(rank, tolerance)
         error = None
         is_exact = is_double(self.exact.prototype)
         if is_exact and has_twelve_digits(squared_error, 2.0):
             error = math.sqrt(squared_error)
         elif is_hidden or goal is not None or self._is_held:
             error = self._measured(triples)
-        # Terms 2: an error that sinks in the rounding of squares is bounded by couplings.
+        # Terms 2: an error that sinks in the rounding of squares is bounded by couplings, or by the
+        # singular values that were seen beyond, which are below those of R one by one (Cauchy).
         is_rounding = False
         if is_hidden and rank > 0 and error is not None:
-            bound = least_error(float(theta[-1]), error, self._coupling(triples))
-            excess = error / bound - 1.0 if bound else math.inf
+            bound = max(
+                least_error(float(theta[-1]), error, self._coupling(triples)),
+                math.sqrt(float(np.sum(check.values[rank:]))) - 16.0 * check.unit * check.size**0.5,
+            )
+            excess = max(error / bound - 1.0, 0.0) if bound > 0.0 else math.inf
             kind = ErrorKind.bounded
             unit = unit_roundoff(self.exact.prototype.dtype)
             is_rounding = error <= bound * (1.0 + tolerance) + 64.0 * unit

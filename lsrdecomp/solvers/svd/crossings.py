@@ -10,8 +10,8 @@ they fall fast, above the other hardly."""
 
 CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
     (4, 128, 128, 256),
-    (16, 144, 256, 529),
-    (64, 600, 600, 1100),
+    (16, 144, 256, 450),
+    (64, 400, 600, 1100),
 )
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
 tolerance where sizes fall fast, where they fall, and where they hardly do: by
