@@ -60,13 +60,14 @@ def test_every_solver_of_the_face_has_a_row():
     assert rows == public - {"Solver", "PairSolver"}
 
 
-def test_callbacks_survive_a_hand_over():
+def test_callbacks_survive_a_hand_over(monkeypatch):
     """Krylov may hand over to the dense way: nobody who listens is left behind."""
     rng = np.random.default_rng(0)
-    u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in SHAPES[2].sizes)
-    slow = inverse_rearrange((u / np.arange(1.0, 91.0)) @ v.T, SHAPES[2])
+    u, v = (np.linalg.qr(rng.standard_normal((n, 120)))[0] for n in SHAPES[2].sizes)
+    slow = inverse_rearrange((u / np.arange(1.0, 121.0)) @ v.T, SHAPES[2])
+    monkeypatch.setattr("lsrdecomp.solvers.svd.block_krylov.MAX_SHARE", 4)
     seen: list[Sweep] = []
-    solution = solvers.Krylov(tolerance=1e-12).solve(
+    solution = solvers.Krylov(tolerance=1e-9).solve(
         Dense(slow), SHAPES[2], rank=3, on_sweep=seen.append
     )
     events = [sweep.event for sweep in seen]

@@ -144,7 +144,7 @@ def test_a_flat_remainder_is_not_iterated_for(remainder, products):
     """Once a few exact terms stand apart, no space holds what the noise consists of."""
     target = Dense(with_spectrum(np.where(K <= 12, 1.0 / K, remainder)))
     solution = Krylov().solve(target, SHAPE, rank=12)
-    assert len(products) <= 5
+    assert len(products) <= 7
     optimum, rounding = (
         remainder * math.sqrt(SIDE - 12),
         64 * unit_roundoff("float64") * target.norm,
@@ -332,8 +332,8 @@ def test_a_spectrum_of_equal_values_needs_fresh_directions():
 
 def test_every_library_takes_the_same_steps(xp):
     matrix = with_spectrum(SPECTRA["slow"])
-    ours = Krylov(seed=3).solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
-    theirs = Krylov(seed=3).solve(Dense(matrix), SHAPE, rank=6)
+    ours = Krylov(seed=3, tolerance=1e-8).solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
+    theirs = Krylov(seed=3, tolerance=1e-8).solve(Dense(matrix), SHAPE, rank=6)
     assert_close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=4 * SIDE)
     assert len(ours.sweeps) == len(theirs.sweeps)
     gram = SVD(tolerance=1e-6).solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)

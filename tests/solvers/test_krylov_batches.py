@@ -14,12 +14,12 @@ from lsrdecomp.solvers.svd.block_krylov import Krylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.target import Dense
 
-SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
-K = np.arange(1, 91)
+SHAPE = KroneckerShape(((12, 10), (11, 13)))  # R(M) is 120 × 143
+K = np.arange(1, 121)
 
 
 def with_spectrum(sigma, rng):
-    u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in (90, 112))
+    u, v = (np.linalg.qr(rng.standard_normal((n, 120)))[0] for n in (120, 143))
     return inverse_rearrange((u * sigma) @ v.T, SHAPE)
 
 
@@ -236,13 +236,13 @@ def test_bad_batches_are_refused(rng):
         Krylov().solve_batch([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
     with pytest.raises(ShapeError, match=r"expected shape \(L, m, n\)"):
         Krylov().solve_batch(np.ones((2, 2)), SHAPE, rank=1)
-    with pytest.raises(ShapeError, match="rows, but the matrix has 81"):
-        Krylov().solve_batch(np.ones((2, 81, 126)), SHAPE, rank=1)
+    with pytest.raises(ShapeError, match="rows, but the matrix has 133"):
+        Krylov().solve_batch(np.ones((2, 133, 130)), SHAPE, rank=1)
     with pytest.raises(ShapeError, match="two factors"):
         Krylov().solve_batch(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
     bad = a_batch(rng)
     bad[2, 3, 4] = np.nan
-    with pytest.raises(PrecisionError, match="1 of 60480 entries"):
+    with pytest.raises(PrecisionError, match="1 of 102960 entries"):
         Krylov().solve_batch(bad, SHAPE, rank=1)
 
 

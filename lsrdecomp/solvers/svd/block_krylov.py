@@ -62,6 +62,9 @@ MAX_HELD_ENTRIES = 2**22
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices of a batch that take their steps together."""
 
+MAX_SHARE = 2
+"""A space of more than this part of the smaller side would cost more than the dense way."""
+
 MIN_BLOCK = 8
 """Columns of a block at least: a product with eight takes hardly more time than one with four."""
 
@@ -82,7 +85,7 @@ class Krylov(MatrixSolver):
     price; a Rayleigh–Ritz step in double ends the solve, half a step further, so that single
     precision costs no more than the square of its rounding.
 
-    Where values hardly fall and the dense way is faster, and where the space would grow to a third
+    Where values hardly fall and the dense way is faster, and where the space would grow to half
     of the smaller side of R(M), `SVD` takes over; at once where torch differentiates what is
     computed (``requires_grad``).
 
@@ -142,7 +145,7 @@ class Krylov(MatrixSolver):
         """
         target, shape = problem.target, problem.shape
         block = self._block_size(problem)
-        if target.norm == 0.0 or 3 * block > min(shape.sizes):
+        if target.norm == 0.0 or MAX_SHARE * block > min(shape.sizes):
             return problem.delegate_to(SVD(self.tolerance))
         operator, exact = self._operators(problem)
         if is_differentiated(exact.prototype):
@@ -158,6 +161,9 @@ class Krylov(MatrixSolver):
             growth = _Growth(space, self, problem.max_terms, problem.relative_goal, is_held)
             if growth.is_for_the_dense_way:
                 break
+            is_single = not is_double(each.prototype)
+            if is_single and growth.needs_digits and is_double(exact.prototype):
+                continue
             solution = _Single(growth, precise, problem, dtype).solution()
             if solution is not None:
                 return solution
@@ -236,7 +242,7 @@ class Krylov(MatrixSolver):
         batch = request.batch
         count = int(batch.shape[0])
         side = min(request.shape.sizes)
-        if 3 * self._block_size(request) > side or is_differentiated(batch):
+        if MAX_SHARE * self._block_size(request) > side or is_differentiated(batch):
             return SVD(self.tolerance).solve_batch(
                 batch, request.shape, rank=rank, atol=atol, on_sweep=on_sweep
             )
@@ -304,7 +310,8 @@ class Krylov(MatrixSolver):
         operators = _taken(operators, near)
         images = _taken(space.images, near)
         vectors = np.stack([check.vectors[:, : request.max_terms] for _, check in parts])
-        left, sigma, right = rayleigh_ritz_step(RearrangedDense(operators), images, vectors)
+        span = spanned(images, vectors)
+        left, sigma, right = rayleigh_ritz_step(RearrangedDense(operators), span)
         if is_adjoint:
             left, right = adjoint(right), adjoint(left)
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1)
@@ -319,15 +326,17 @@ class Krylov(MatrixSolver):
             solutions[i] = Solution(terms, Status.rank_reached, records, gap, kind, error)
 
 
-def rayleigh_ritz_step(operator: Rearranged, images: Array, vectors: np.ndarray) -> Triples:
-    """Return the singular triples of R V Vᴴ, where V is spanned by combinations of some images.
+def spanned(images: Array, vectors: np.ndarray) -> Array:
+    """Return combinations of images, whose coefficients are columns of ``vectors``."""
+    return images @ like(np.ascontiguousarray(vectors), images)
 
-    In the precision of the operator: the rounding of the images is squared.
+
+def rayleigh_ritz_step(operator: Rearranged, span: Array) -> Triples:
+    """Return the singular triples of R V Vᴴ, where V is an orthonormal basis of a span.
+
+    In the precision of the operator: the rounding of the span is squared.
     """
-    prototype = operator.prototype
-    xp = namespace(images)
-    weights = like(np.ascontiguousarray(vectors), images)
-    basis, _ = orthonormal(xp.astype(images @ weights, prototype.dtype))
+    basis, _ = orthonormal(namespace(span).astype(span, operator.prototype.dtype))
     left, sigma, rotation = svd_of_tall(operator.matmat(basis))
     return left, sigma, rotation @ adjoint(basis)
 
@@ -355,7 +364,7 @@ class _Growth:
         space = self.space
         if self.goal is not None or not self.is_held:
             return False
-        is_small = 6 * space.block > min(space.operator.shape)
+        is_small = 2 * MAX_SHARE * space.block > min(space.operator.shape)
         if is_small and not space.falls_fast(self.max_terms):
             return True
         return bool(np.all(self.are_for_the_dense_way))
@@ -366,6 +375,12 @@ class _Growth:
         side = min(self.space.operator.shape)
         decays = self.space.decays
         return np.asarray([side < krylov_side(self.max_terms, decay) for decay in decays])
+
+    @property
+    def needs_digits(self) -> bool:
+        """Whether values fall so fast that single precision has too few digits."""
+        is_fast = self.goal is None and self.space.falls_fast(self.max_terms)
+        return is_fast or self.space.sinks
 
     @property
     def is_full_of_steps(self) -> bool:
@@ -398,7 +413,9 @@ class _Growth:
                 yield IterationStep(None, None)
                 continue
             objective = max(float(check.squared_errors[self.max_terms]) for check in checks)
-            is_last = self.is_full_of_steps or 3 * (self.space.size + self.space.block) > side
+            is_last = (
+                self.is_full_of_steps or MAX_SHARE * (self.space.size + self.space.block) > side
+            )
             are_done = self.are_for_the_dense_way | np.asarray(
                 [self.is_enough(check) for check in checks]
             )
@@ -412,8 +429,7 @@ class _Growth:
         side = min(space.operator.shape)
         is_one_enough = self.goal is not None or space.falls_fast(self.max_terms)
         next_check = space.block if is_one_enough else 2 * space.block
-        # A space of more than a third of the side would cost more than the dense way. By hand.
-        while 3 * (space.size + space.block) <= side:
+        while MAX_SHARE * (space.size + space.block) <= side:
             space.grow()
             is_due = space.size >= next_check or self.is_full_of_steps
             if is_due:
@@ -506,29 +522,34 @@ class _Single:
                     return None
             else:
                 (check,) = growth.space.certificates(fine=True)
-        # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² where that has its digits.
-        triples = rayleigh_ritz_step(self.exact, growth.space.images, check.vectors[:, :rank])
-        theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
-        squared_error = 1.0 - float(theta @ theta)
-        excess, kind = check.excess(rank, tolerance)
-        error = None
-        is_exact = is_double(self.exact.prototype)
-        if is_exact and has_twelve_digits(squared_error, 2.0):
-            error = math.sqrt(squared_error)
-        elif is_hidden or goal is not None or self._is_held:
-            error = self._measured(triples)
-        # Terms 2: an error that sinks in the rounding of squares is bounded by couplings, or by the
-        # singular values that were seen beyond, which are below those of R one by one (Cauchy).
-        is_rounding = False
-        if is_hidden and rank > 0 and error is not None:
-            bound = max(
-                least_error(float(theta[-1]), error, self._coupling(triples)),
-                math.sqrt(float(np.sum(check.values[rank:]))) - 16.0 * check.unit * check.size**0.5,
-            )
+        span = spanned(growth.space.images, check.vectors[:, :rank])
+        for _ in range(2):
+            # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² if it has the digits.
+            triples = rayleigh_ritz_step(self.exact, span)
+            theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
+            squared_error = 1.0 - float(theta @ theta)
+            excess, kind = check.excess(rank, tolerance)
+            error = None
+            if is_double(self.exact.prototype) and has_twelve_digits(squared_error, 2.0):
+                error = math.sqrt(squared_error)
+            elif is_hidden or goal is not None or self._is_held:
+                error = self._measured(triples)
+            # Terms 2: an error that sinks in the rounding of squares is bounded by couplings, or by
+            # the singular values that were seen beyond, which are below those of R (Cauchy).
+            is_rounding = False
+            if not is_hidden or rank == 0 or error is None:
+                break
+            span, coupling = self._images(triples)
+            seen = math.sqrt(float(np.sum(check.values[rank:])))
+            bound = least_error(float(theta[-1]), error, coupling)
+            if is_double(growth.space.operator.prototype):
+                bound = max(bound, seen - 16.0 * check.unit * check.size**0.5)
             excess = max(error / bound - 1.0, 0.0) if bound > 0.0 else math.inf
             kind = ErrorKind.bounded
             unit = unit_roundoff(self.exact.prototype.dtype)
             is_rounding = error <= bound * (1.0 + tolerance) + 64.0 * unit
+            if excess <= tolerance or is_rounding:
+                break
         # Terms 3: the end of the solve, or more steps.
         meets_goal = goal is not None and error is not None and error <= goal
         is_all = goal is None or rank == growth.max_terms
@@ -563,13 +584,13 @@ class _Single:
         blocks = residual_blocks(matrix.matrix, left, sigma, right)
         return math.hypot(*map(norm, blocks)) / target.norm
 
-    def _coupling(self, triples: Triples) -> float:
-        """Return the norm of what couples terms to what is left of R, for ‖R‖ = 1."""
+    def _images(self, triples: Triples) -> tuple[Array, float]:
+        """Return Rᴴ times left vectors, and what couples the terms to the rest of R, of norm 1."""
         left, sigma, right = triples
         if sigma.dtype != left.dtype:
             sigma = namespace(left).astype(sigma, left.dtype)
-        rest = self.exact.rmatmat(left) - adjoint(right) * sigma
-        return norm(rest) / self.problem.target.norm
+        images = self.exact.rmatmat(left)
+        return images, norm(images - adjoint(right) * sigma) / self.problem.target.norm
 
     def _terms(self, triples: Triples, squared_error: float) -> tuple[SeparatedMatrix, bool]:
         """Return Kronecker terms, and whether they were rounded to the type of the target.

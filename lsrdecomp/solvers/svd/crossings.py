@@ -9,9 +9,11 @@ FLAT = 0.88
 they fall fast, above the other hardly."""
 
 CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
-    (4, 128, 128, 256),
-    (16, 144, 256, 450),
-    (64, 400, 600, 1100),
+    (4, 110, 110, 250),
+    (8, 110, 130, 300),
+    (16, 130, 190, 480),
+    (32, 230, 260, 784),
+    (64, 400, 700, 1200),
 )
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
 tolerance where sizes fall fast, where they fall, and where they hardly do: by

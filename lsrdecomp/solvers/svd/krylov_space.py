@@ -116,6 +116,12 @@ class KrylovSpace:
         decays: np.ndarray = np.sqrt(squares[:, -half:].sum(axis=1) / squares[:, :half].sum(axis=1))
         return decays
 
+    @property
+    def sinks(self) -> bool:
+        """Whether sizes sink into the rounding of the products."""
+        invisible = 4.0 * self.unit * self.operator.shape[1] ** 0.5
+        return bool(np.any(self.sizes[..., -1] <= invisible * self.sizes.max(axis=-1)))
+
     def grow(self) -> None:
         """Take the next block into the space: what R Rᴴ of the newest one has outside of it."""
         self._append(self._outside(self._remainder) if self.n_blocks else self._first)
