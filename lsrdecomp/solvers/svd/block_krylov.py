@@ -373,6 +373,8 @@ class _Growth:
     def are_for_the_dense_way(self) -> np.ndarray:
         """Whether the values of each matrix fall so slowly that the dense way is faster."""
         side = min(self.space.operator.shape)
+        if side >= krylov_side(self.max_terms, math.inf):
+            return np.zeros(self.space.sizes.shape[:-1], bool)
         decays = self.space.decays
         return np.asarray([side < krylov_side(self.max_terms, decay) for decay in decays])
 

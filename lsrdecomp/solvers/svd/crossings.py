@@ -3,10 +3,10 @@
 MIN_GRAM_SIDE = 32
 """Smaller side of R(M) up to which LAPACK's SVD is as fast as the eigenvectors of a Gram matrix."""
 
-FAST = 0.15
+FAST = 0.09
 FLAT = 0.88
-"""How sizes of R from one random column to the next fall, second half over first: below the one
-they fall fast, above the other hardly."""
+"""How singular values of R times random columns fall, see `KrylovSpace.decays`: below the one fast,
+above the other hardly, as those of noise do."""
 
 CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
     (4, 110, 110, 250),
@@ -16,7 +16,7 @@ CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
     (64, 400, 700, 1200),
 )
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
-tolerance where sizes fall fast, where they fall, and where they hardly do: by
+tolerance where singular values fall fast, where they fall, and where they hardly do: by
 ``benchmarks/results/crossings.json``. Looking takes less than a tenth of the dense way's time."""
 
 

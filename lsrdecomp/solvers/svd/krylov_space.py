@@ -91,8 +91,9 @@ class KrylovSpace:
         self.block = min(block, rows)
         self._seed = seed
         start = like(random_block(seed, columns, self.block, is_complex(prototype)), prototype)
-        # The size of R from one random column to the next: how fast it falls.
-        self._first, self.sizes = orthonormal(operator.matmat(start) / norm)
+        self._first, self._triangle = orthonormal(operator.matmat(start) / norm)
+        # The size of R from one random column to the next.
+        self.sizes = _diagonal(self._triangle)
         self.n_blocks = 0
         self.basis: Array = self._first[..., :0]
         self.images: Array = None
@@ -110,10 +111,17 @@ class KrylovSpace:
 
     @property
     def decays(self) -> np.ndarray:
-        """How sizes fall, of each matrix: those of the second half over those of the first."""
-        squares = np.atleast_2d(self.sizes**2)
-        half = -(-squares.shape[1] // 2)
-        decays: np.ndarray = np.sqrt(squares[:, -half:].sum(axis=1) / squares[:, :half].sum(axis=1))
+        """How singular values of R times random columns fall, of each matrix; about one for noise.
+
+        The root mean square of the smaller half over that of the larger half, but for what β random
+        columns a row make of noise.
+        """
+        sigma = np.atleast_2d(np.linalg.svd(self._triangle, compute_uv=False))
+        half = sigma.shape[1] // 2
+        larger, smaller = sigma[:, :half], sigma[:, half:]
+        ratios = np.linalg.norm(smaller, axis=1) / np.linalg.norm(larger, axis=1)
+        beta = self.block / self.operator.shape[0]
+        decays: np.ndarray = ratios * (1.0 + beta**0.5) * (1.0 + beta)
         return decays
 
     @property
@@ -173,8 +181,8 @@ class KrylovSpace:
         with fresh directions and finds repeated singular values. The overlap with the space that
         rounding leaves is taken out where its square would be seen in the energies.
         """
-        block, sizes = orthonormal(remainder)
-        smallest = float(np.min(sizes))
+        block, triangle = orthonormal(remainder)
+        smallest = float(np.min(_diagonal(triangle)))
         if smallest <= 4.0 * self.unit:
             rows = int(remainder.shape[-2])
             noise = random_block(self._seed + 1, rows, self.block, is_complex(remainder))
@@ -204,7 +212,7 @@ def random_block(seed: int, rows: int, columns: int, is_complex: bool) -> np.nda
 
 
 def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
-    """Return Q of thin QR factorizations of (…, p, b), and the diagonals of R in size (…, b).
+    """Return thin QR factors of (…, p, b), of which the triangle is a NumPy array.
 
     NumPy factorizes single precision in double and copies R besides, at four times the price of
     LAPACK.
@@ -212,14 +220,18 @@ def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
     xp = namespace(block)
     if xp is not NUMPY:
         basis, triangle = xp.linalg.qr(block)
-        return basis, np.abs(np.diagonal(to_numpy(triangle), axis1=-2, axis2=-1))
+        return basis, to_numpy(triangle)
     if block.ndim == 2:
         factorize, form = _lapack_qr(block.dtype.char)
         reflectors, scales, _, _ = factorize(block)
-        return form(reflectors[:, : len(block)], scales)[0], np.abs(reflectors.diagonal())
+        return form(reflectors[:, : len(block)], scales)[0], np.triu(reflectors[: block.shape[1]])
     parts = [orthonormal(part) for part in block]
-    bases, sizes = zip(*parts, strict=True)
-    return np.stack(bases), np.stack(sizes)
+    bases, triangles = zip(*parts, strict=True)
+    return np.stack(bases), np.stack(triangles)
+
+
+def _diagonal(triangle: np.ndarray) -> np.ndarray:
+    return np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
 
 
 @cache
