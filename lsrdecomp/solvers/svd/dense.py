@@ -27,7 +27,7 @@ from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.solver import ErrorKind, Solution, Status, Sweep
 from lsrdecomp.solvers.svd.batch import BatchRequest, truncated_svds
 from lsrdecomp.solvers.svd.certificate import ROUNDING, least_error
-from lsrdecomp.solvers.svd.crossings import MIN_GRAM_SIDE
+from lsrdecomp.solvers.svd.crossings import takes_gram, takes_range
 from lsrdecomp.solvers.svd.krylov_space import orthonormal
 from lsrdecomp.solvers.svd.singular_terms import (
     Triples,
@@ -138,8 +138,8 @@ class SVD(MatrixSolver):
         """
         request = BatchRequest.of(matrices, shape, rank, atol, on_sweep)
         batch = request.batch
-        is_large = min(request.shape.sizes) > MIN_GRAM_SIDE and isinstance(batch, np.ndarray)
-        if is_large or is_differentiated(batch):
+        is_large = takes_gram(min(request.shape.sizes), request.max_terms)
+        if (is_large and isinstance(batch, np.ndarray)) or is_differentiated(batch):
             positions = range(int(batch.shape[0]))
             return tuple(request.solve_alone(i, self) for i in positions)
         return tuple(truncated_svds(request))
@@ -214,9 +214,8 @@ class _GramRoute:
         side = int(self.rows.shape[0])
         goal = self.problem.relative_goal
         rank = self.problem.max_terms
-        if side <= MIN_GRAM_SIDE or not 1e-100 < self.norm < 1e100:
-            return None
-        if self._loses_too_much(1, goal) or (goal is None and rank == side):
+        is_faster = takes_gram(side, rank if goal is None else 1)
+        if not is_faster or not 1e-100 < self.norm < 1e100 or self._loses_too_much(1, goal):
             return None
         gram = self.rows @ adjoint(self.rows)
         if goal is not None:
@@ -228,7 +227,8 @@ class _GramRoute:
                 return None
             return self._of_span(vectors[:, :rank], squaring_loss(rank), status)
         # Gram 2: a few terms from eigenvectors in single precision, else in double.
-        if is_for_a_range(gram, rank) and 1e-15 < self.norm < 1e15:
+        is_range = isinstance(gram, np.ndarray) and takes_range(side, rank)
+        if is_range and 1e-15 < self.norm < 1e15:
             solution = self._from_single_precision(gram, rank)
             if solution is not None:
                 return solution
@@ -324,17 +324,12 @@ def squaring_loss(rank: int) -> float:
     return 0.125 * ROUNDING * max(rank, 1)
 
 
-def is_for_a_range(gram: Array, count: int) -> bool:
-    """Return whether LAPACK finds so few eigenvectors sooner than all; by timing of 48² to 256²."""
-    return isinstance(gram, np.ndarray) and 8 * count <= len(gram)
-
-
 def eigenpairs(gram: Array, count: int) -> tuple[Array, Array]:
     """Return the ``count`` largest eigenvalues of a Gram matrix or more, the largest first."""
     xp = namespace(gram)
     values = None
     vectors = gram[:, :0]
-    if is_for_a_range(gram, count):
+    if isinstance(gram, np.ndarray) and takes_range(len(gram), count):
         values, vectors = leading_eigenpairs(gram, count)
     if vectors.shape[1] < count:  # of equal values it has been seen to leave out more
         values, vectors = xp.linalg.eigh(gram)
