@@ -187,8 +187,8 @@ class Krylov(MatrixSolver):
                 exact = target.rearranged(shape)
                 return in_single(exact.matrix), exact
         operator = target.rearranged(shape)
-        is_narrow = not is_double(operator.prototype) and isinstance(target, Widened)
-        if not is_narrow or is_differentiated(operator.prototype):
+        is_precise = is_double(operator.prototype) or is_differentiated(operator.prototype)
+        if is_precise or not isinstance(target, Widened):
             return operator, operator
         exact = in_double(target, shape)
         return (operator if is_coarse else exact), exact
@@ -277,6 +277,7 @@ class Krylov(MatrixSolver):
         usable = [i for i in positions if 1e-15 < norms[i] < 1e15]
         if not usable:
             return
+        # Together 1: spaces of R, or of its adjoint if that has fewer rows, that grow together.
         xp = namespace(batch)
         operators = rearrange(_taken(batch, usable), request.shape)
         is_adjoint = operators.shape[1] > operators.shape[2]
@@ -291,39 +292,33 @@ class Krylov(MatrixSolver):
         space = KrylovSpace(operator, sizes, self._block_size(request), self.seed)
         growth = _Growth(space, self, request.max_terms)
         n_earlier = len(progress.sweeps)
-        checks = None
+        checks: list[Certificate] = []
         if not growth.is_for_the_dense_way:
-            checks, _ = iterate(growth.common_steps(), None, progress)
+            checks, _ = iterate(growth.common_steps(), checks, progress)
         records = progress.sweeps[n_earlier:]
-        if checks is None:
-            sweeps.update(dict.fromkeys(usable, records))
-            return
-        near = []
-        for k, check in enumerate(checks):
-            if growth.is_near(check):
-                near.append(k)
-            elif not check.hides_error(request.max_terms, self.tolerance):
-                sweeps[usable[k]] = records
+        # Together 2: those near their optima are solved; what rounding hides begins anew, alone.
+        near = [k for k, check in enumerate(checks) if growth.is_near(check)]
+        for k, i in enumerate(usable):
+            if not checks or not checks[k].hides_error(request.max_terms, self.tolerance):
+                sweeps[i] = records
         if not near:
             return
-        parts = [(usable[k], checks[k]) for k in near]
         operators = _taken(operators, near)
-        images = _taken(space.images, near)
-        vectors = np.stack([check.vectors[:, : request.max_terms] for _, check in parts])
-        span = spanned(images, vectors)
+        vectors = np.stack([checks[k].vectors[:, : request.max_terms] for k in near])
+        span = spanned(_taken(space.images, near), vectors)
         left, sigma, right = rayleigh_ritz_step(RearrangedDense(operators), span)
         if is_adjoint:
             left, right = adjoint(right), adjoint(left)
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1)
         sums = as_sums(left, sigma, right, request.shape)
-        for (i, check), terms, energy in zip(parts, sums, captured, strict=True):
-            squared_error = 1.0 - float(energy) / norms[i] ** 2
+        for k, terms, energy in zip(near, sums, captured, strict=True):
+            squared_error = 1.0 - float(energy) / norms[usable[k]] ** 2
             error = None
             # What is left of ‖R‖² is the error of the terms themselves if nothing was rounded.
             if is_double(operators) and has_twelve_digits(squared_error, 2.0):
                 error = math.sqrt(squared_error)
-            gap, kind = check.excess(request.max_terms, self.tolerance)
-            solutions[i] = Solution(terms, Status.rank_reached, records, gap, kind, error)
+            gap, kind = checks[k].excess(request.max_terms, self.tolerance)
+            solutions[usable[k]] = Solution(terms, Status.rank_reached, records, gap, kind, error)
 
 
 def spanned(images: Array, vectors: np.ndarray) -> Array:
@@ -394,38 +389,26 @@ class _Growth:
 
         It ends without a state where the space would fill too much of the smaller side.
         """
-        for checks in self._checks():
-            if checks is None:
-                yield IterationStep(None, None)
-                continue
-            check = checks[0]
+        for (check,) in self._checks():
             if self._is_hopeless(check):
-                return
+                break
             error = check.error(self.terms(check))
             objective = float(check.squared_errors[min(self.max_terms, check.size)])
             converged = self.is_enough(check) or self.is_full_of_steps
             yield IterationStep(check, error, objective=objective, converged=converged)
             self.earlier = check
+        yield IterationStep(None, None)
 
-    def common_steps(self) -> Iterator[IterationStep[list[Certificate] | None]]:
+    def common_steps(self) -> Iterator[IterationStep[list[Certificate]]]:
         """Grow the spaces of a batch until the certificate of each meets the request."""
-        side = min(self.space.operator.shape)
         for checks in self._checks():
-            if checks is None:
-                yield IterationStep(None, None)
-                continue
             objective = max(float(check.squared_errors[self.max_terms]) for check in checks)
-            is_last = (
-                self.is_full_of_steps or MAX_SHARE * (self.space.size + self.space.block) > side
-            )
-            are_done = self.are_for_the_dense_way | np.asarray(
-                [self.is_enough(check) for check in checks]
-            )
-            converged = is_last or bool(np.all(are_done))
+            are_enough = np.asarray([self.is_enough(check) for check in checks])
+            converged = bool(np.all(are_enough | self.are_for_the_dense_way))
             error = math.sqrt(objective)
             yield IterationStep(checks, error, objective=objective, converged=converged)
 
-    def _checks(self) -> Iterator[list[Certificate] | None]:
+    def _checks(self) -> Iterator[list[Certificate]]:
         """Grow by a block at a time; look when two blocks are there, and after each quarter."""
         space = self.space
         side = min(space.operator.shape)
@@ -433,12 +416,9 @@ class _Growth:
         next_check = space.block if is_one_enough else 2 * space.block
         while MAX_SHARE * (space.size + space.block) <= side:
             space.grow()
-            is_due = space.size >= next_check or self.is_full_of_steps
-            if is_due:
+            if space.size >= next_check or self.is_full_of_steps:
                 next_check = space.size + space.size // 4
                 yield space.certificates(fine=self.is_fine)
-            else:
-                yield None
 
     def terms(self, check: Certificate) -> int:
         """Return the terms to take: all that may be used, or the fewest that meet the goal."""
@@ -498,10 +478,8 @@ class _Single:
         steps = growth.steps()
         while True:
             check, ended = iterate(steps, None, progress)
-            if check is None and ended:
-                return None
             if check is None:
-                (check,) = growth.space.certificates()
+                return None
             is_limit = not ended or growth.is_full_of_steps
             solution = self._finished(check, is_limit=is_limit)
             if solution is not None:

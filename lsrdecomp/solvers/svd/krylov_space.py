@@ -231,7 +231,8 @@ def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
 
 
 def _diagonal(triangle: np.ndarray) -> np.ndarray:
-    return np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
+    diagonal: np.ndarray = np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
+    return diagonal
 
 
 @cache
