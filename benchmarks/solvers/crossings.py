@@ -6,7 +6,8 @@ Matrices whose rearrangement is square have singular values that fall fast, e^(�
 and k^(−½), or are noise; in double and in single precision, alone and sixteen together. Both
 solvers may be a thousandth above the optimum. Krylov is not allowed to hand over where values
 hardly fall, which `choose_solver` and it do by the table that comes of this record,
-`lsrdecomp.solvers.svd.crossings`. CPU seconds of one thread, minima of runs in turns.
+`lsrdecomp.solvers.svd.crossings`. The record has the time of SVD over that of Krylov by the side:
+CPU seconds of one thread, minima of runs in turns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,9 @@ from benchmarks.record import RESULTS, THREAD_VARIABLES
 SIDES = ((8, 8), (10, 10), (12, 12), (14, 14), (16, 16), (20, 20), (23, 23), (28, 28), (32, 32))
 RANKS = (1, 4, 8, 16, 32, 64)
 COUNTS = (1, 16)
+KEYS = ("spectrum", "dtype", "rank", "count")
+Key = tuple[str, str, int, int]
+Row = dict[str, Any]
 MAX_BATCH_SIDE = 256  # of those that are solved sixteen together
 
 
@@ -39,15 +43,17 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in THREAD_VARIABLES:
         os.environ[name] = "1"  # read when the libraries are first imported, below
-    rows = [row for sides in SIDES for row in measured(sides, arguments)]
-    record = {"runs": arguments.runs, "rows": rows, "crossings": crossings(rows)}
+    found: dict[Key, Row] = {}
+    for sides in SIDES:
+        for key, ratio in measured(sides, arguments):
+            row = found.setdefault(key, dict(zip(KEYS, key, strict=True)) | {"ratios": {}})
+            row["ratios"][str(sides[0] * sides[1])] = round(ratio, 2)
+    record = {"runs": arguments.runs, "rows": list(found.values())}
     records.save(arguments.out, record, seed=arguments.seed)
-    for row in record["crossings"]:
-        print(row)
 
 
-def measured(sides: tuple[int, int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time both solvers on matrices of one size."""
+def measured(sides: tuple[int, int], arguments: argparse.Namespace) -> Iterator[tuple[Key, float]]:
+    """Yield the time of SVD over that of Krylov, for matrices of one size."""
     import numpy as np
 
     from lsrdecomp import KroneckerShape
@@ -62,7 +68,6 @@ def measured(sides: tuple[int, int], arguments: argparse.Namespace) -> list[dict
     left, right = (np.linalg.qr(rng.standard_normal((side, side)))[0] for _ in range(2))
     k = np.arange(1.0, side + 1)
     spectra = {"e^(−k/4)": np.exp(-k / 4), "1/k": 1 / k, "k^(−½)": k**-0.5, "noise": None}
-    rows = []
     for name, sigma in spectra.items():
         matrix = rng.standard_normal((side, side)) if sigma is None else (left * sigma) @ right.T
         for dtype in ("float64", "float32"):
@@ -85,18 +90,8 @@ def measured(sides: tuple[int, int], arguments: argparse.Namespace) -> list[dict
                             )
                     with patch.object(block_krylov, "krylov_side", lambda *_, **__: 0):
                         seconds = timed(ways, arguments.runs)
-                    rows.append(
-                        {
-                            "side": side,
-                            "spectrum": name,
-                            "dtype": dtype,
-                            "rank": rank,
-                            "count": count,
-                            "seconds": seconds,
-                        }
-                    )
+                    yield (name, dtype, rank, count), seconds["SVD"] / seconds["Krylov"]
         print(side, name, flush=True)
-    return rows
 
 
 def timed(ways: dict[str, Callable[[], Any]], runs: int) -> dict[str, float]:
@@ -110,27 +105,6 @@ def timed(ways: dict[str, Callable[[], Any]], runs: int) -> dict[str, float]:
             if run:  # the first one fills caches
                 least[label] = min(least[label], seconds)
     return least
-
-
-def crossings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the least side from which on Krylov is faster, by rank, spectrum, type and count.
-
-    None where it is not at the largest side.
-    """
-    found = []
-    keys = ("spectrum", "dtype", "rank", "count")
-    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
-        side = None
-        for row in rows:
-            if tuple(row[name] for name in keys) != key:
-                continue
-            is_faster = row["seconds"]["Krylov"] < row["seconds"]["SVD"]
-            if not is_faster:
-                side = None
-            elif side is None:
-                side = row["side"]
-        found.append(dict(zip(keys, key, strict=True)) | {"side": side})
-    return found
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ FLAT = 0.88
 above the other hardly, as those of noise do."""
 
 CROSSINGS: tuple[tuple[int, int, int, int], ...] = (
-    (4, 110, 110, 250),
-    (8, 110, 130, 300),
-    (16, 130, 190, 480),
-    (32, 230, 260, 784),
-    (64, 400, 700, 1200),
+    (4, 100, 115, 230),
+    (8, 120, 150, 350),
+    (16, 140, 190, 470),
+    (32, 220, 330, 740),
+    (64, 450, 700, 1050),
 )
 """Terms at most; the smaller side of R(M) from which `Krylov` is faster than `SVD` with the same
 tolerance where singular values fall fast, where they fall, and where they hardly do: by

@@ -107,7 +107,7 @@ class KrylovSpace:
 
     def falls_fast(self, rank: int) -> bool:
         """Return whether sizes fall so fast from column to column that one block may suffice."""
-        return bool(np.all(self.sizes[..., -1] <= 0.06 * self.sizes[..., rank - 1]))
+        return bool((self.sizes[..., -1] <= 0.06 * self.sizes[..., rank - 1]).all())
 
     @property
     def decays(self) -> np.ndarray:
@@ -116,7 +116,7 @@ class KrylovSpace:
         The root mean square of the smaller half over that of the larger half, but for what β random
         columns a row make of noise.
         """
-        sigma = np.atleast_2d(np.linalg.svd(self._triangle, compute_uv=False))
+        sigma = np.atleast_2d(np.linalg.svd(np.triu(self._triangle), compute_uv=False))
         half = sigma.shape[1] // 2
         larger, smaller = sigma[:, :half], sigma[:, half:]
         ratios = np.linalg.norm(smaller, axis=1) / np.linalg.norm(larger, axis=1)
@@ -212,7 +212,7 @@ def random_block(seed: int, rows: int, columns: int, is_complex: bool) -> np.nda
 
 
 def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
-    """Return thin QR factors of (…, p, b), of which the triangle is a NumPy array.
+    """Return Q of thin QR factorizations of (…, p, b), and a NumPy array with R as upper triangle.
 
     NumPy factorizes single precision in double and copies R besides, at four times the price of
     LAPACK.
@@ -224,7 +224,7 @@ def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
     if block.ndim == 2:
         factorize, form = _lapack_qr(block.dtype.char)
         reflectors, scales, _, _ = factorize(block)
-        return form(reflectors[:, : len(block)], scales)[0], np.triu(reflectors[: block.shape[1]])
+        return form(reflectors[:, : len(block)], scales)[0], reflectors[: block.shape[1]]
     parts = [orthonormal(part) for part in block]
     bases, triangles = zip(*parts, strict=True)
     return np.stack(bases), np.stack(triangles)
