@@ -4,7 +4,7 @@ MIN_GRAM_SIDE = 32
 """Smaller side of R(M) up to which LAPACK's SVD is as fast as the eigenvectors of a Gram matrix."""
 
 MIN_ALL_SIDE = 96
-"""The same where more than an eighth of all vectors are needed, which LAPACK finds with all."""
+"""The same where more than a quarter of all vectors are needed, which LAPACK finds with all."""
 
 FAST = 0.09
 FLAT = 0.88
@@ -23,14 +23,15 @@ tolerance where singular values fall fast, where they fall, and where they hardl
 ``benchmarks/results/crossings.json``. Looking takes less than a tenth of the dense way's time."""
 
 
-def takes_range(side: int, rank: int) -> bool:
-    """Return whether LAPACK finds so few eigenvectors sooner than all of them."""
-    return 8 * rank <= side
+def takes_range(side: int, rank: int, *, is_single: bool) -> bool:
+    """Return whether LAPACK finds so few eigenvectors sooner than all in double precision."""
+    return (4 if is_single else 8) * rank <= side
 
 
 def takes_gram(side: int, rank: int) -> bool:
     """Return whether eigenvectors of a Gram matrix are found sooner than an SVD."""
-    return side > (MIN_GRAM_SIDE if takes_range(side, rank) else MIN_ALL_SIDE) and rank < side
+    is_range = takes_range(side, rank, is_single=True)
+    return side > (MIN_GRAM_SIDE if is_range else MIN_ALL_SIDE) and rank < side
 
 
 def krylov_side(rank: int, decay: float = 0.0) -> float:

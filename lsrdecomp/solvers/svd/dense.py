@@ -227,7 +227,7 @@ class _GramRoute:
                 return None
             return self._of_span(vectors[:, :rank], squaring_loss(rank), status)
         # Gram 2: a few terms from eigenvectors in single precision, else in double.
-        is_range = isinstance(gram, np.ndarray) and takes_range(side, rank)
+        is_range = isinstance(gram, np.ndarray) and takes_range(side, rank, is_single=True)
         if is_range and 1e-15 < self.norm < 1e15:
             solution = self._from_single_precision(gram, rank)
             if solution is not None:
@@ -329,7 +329,7 @@ def eigenpairs(gram: Array, count: int) -> tuple[Array, Array]:
     xp = namespace(gram)
     values = None
     vectors = gram[:, :0]
-    if isinstance(gram, np.ndarray) and takes_range(len(gram), count):
+    if isinstance(gram, np.ndarray) and takes_range(len(gram), count, is_single=False):
         values, vectors = leading_eigenpairs(gram, count)
     if vectors.shape[1] < count:  # of equal values it has been seen to leave out more
         values, vectors = xp.linalg.eigh(gram)
