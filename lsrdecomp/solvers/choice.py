@@ -6,7 +6,6 @@ import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lsrdecomp.arrays import is_differentiated
 from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
@@ -93,9 +92,7 @@ def choose_solver(
     if shape.order != 2:
         is_precision = storage is None or storage in PRECISIONS
         return ALS(storage=storage if is_precision else "float32")
-    is_held = isinstance(target, Dense)
-    is_followed = isinstance(target, Dense) and is_differentiated(target.matrix)
-    return choose_svd(shape, rank, is_held=is_held and not is_followed)
+    return choose_svd(shape, rank, is_held=isinstance(target, Dense))
 
 
 def choose_svd(shape: KroneckerShape, rank: int | None, *, is_held: bool = True) -> SVD | Krylov:

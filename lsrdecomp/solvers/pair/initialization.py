@@ -5,7 +5,7 @@ large. These are starts, computed by the thousand, and nobody is told how near t
 `Krylov` answers for its errors, and that takes 2.5 to 6 times as long on batches of small
 matrices (0.8 to 3.5 at 384 × 256); at a loose tolerance it is 1.6 times faster from there on, and 3
 to 21 times slower on small ones, by ``benchmarks/solvers/two_factors.py --only leading``. The two
-share the last step, `rayleigh_ritz`.
+share the last step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, apply_to_rows, kron_apply
 from lsrdecomp.solvers.svd.block_krylov import Krylov
-from lsrdecomp.solvers.svd.singular_terms import rayleigh_ritz
 from lsrdecomp.targets.target import Dense
 from lsrdecomp.targets.weighted import gauge_of
 
@@ -129,8 +128,10 @@ def by_iteration(matrices: Array, rank: int) -> Triples:
     basis = xp.linalg.qr(matrices @ like(random, matrices)).Q
     for _ in range(3):
         basis = xp.linalg.qr(matrices @ (transposed @ basis)).Q
-    u, sigma, vh = rayleigh_ritz(matrices, basis)
-    return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
+    # Rayleigh–Ritz: the singular triples of Q Qᵀ R.
+    v, sigma, uh = xp.linalg.svd(transposed @ basis, full_matrices=False)
+    u = basis @ xp.matrix_transpose(uh)
+    return u[:, :, :rank], sigma[:, :rank], xp.matrix_transpose(v)[:, :rank, :]
 
 
 def by_krylov_spaces(matrices: Array, rank: int) -> Triples:

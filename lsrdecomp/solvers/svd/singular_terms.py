@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, device, namespace, norm, to_numpy
+from lsrdecomp.arrays import Array, device, namespace, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -130,13 +130,3 @@ def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[Se
     right = xp.reshape(right, (-1, rank, p, q))
     batch = range(int(sigma.shape[0]))
     return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in batch]
-
-
-def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
-    """Return the singular triples of Q Qᴴ R of each matrix, Q (L, p, k) with orthonormal columns.
-
-    Cost O((p + q)·k²) beside Qᴴ R.
-    """
-    xp = namespace(operators)
-    right, sigma, left = xp.linalg.svd(adjoint(operators) @ q, full_matrices=False)
-    return q @ adjoint(left), sigma, adjoint(right)
