@@ -408,7 +408,7 @@ def _together(
 ) -> tuple[Decomposition, ...]:
     """Return records of the arrays of a batch, solved together by batched products."""
     goal = _goal(targets[0].norm, rank, None, None, None, storage)
-    solver = choose_svd(shape, rank)
+    solver = choose_svd(shape, rank, is_batch=True)
     solutions = solver.solve_batch(batch, shape, rank=goal.max_terms)
     return tuple(
         measure(target, solution, goal.storage)

@@ -95,7 +95,9 @@ def choose_solver(
     return choose_svd(shape, rank, is_held=isinstance(target, Dense))
 
 
-def choose_svd(shape: KroneckerShape, rank: int | None, *, is_held: bool = True) -> SVD | Krylov:
+def choose_svd(
+    shape: KroneckerShape, rank: int | None, *, is_held: bool = True, is_batch: bool = False
+) -> SVD | Krylov:
     """Return the solver of two factors, for so many terms or, if ``rank`` is None, a tolerance.
 
     All digits of LAPACK's SVD while the smaller side of the rearrangement is at most 32. Beyond,
@@ -108,7 +110,8 @@ def choose_svd(shape: KroneckerShape, rank: int | None, *, is_held: bool = True)
     if side <= MIN_GRAM_SIDE:
         return ALL_DIGITS
     terms = GOAL_TERMS if rank is None else rank
-    return PRODUCTS if side >= krylov_side(terms) or not is_held else GRAM
+    is_large = side >= krylov_side(terms, is_batch=is_batch)
+    return PRODUCTS if is_large or not is_held else GRAM
 
 
 def with_start(

@@ -11,6 +11,7 @@ from lsrdecomp.solvers import SVD, Krylov
 from lsrdecomp.solvers.choice import choose_svd
 from lsrdecomp.solvers.solver import ErrorKind
 from lsrdecomp.solvers.svd import dense
+from lsrdecomp.solvers.svd.crossings import krylov_side
 from lsrdecomp.solvers.svd.krylov_space import KrylovSpace
 from lsrdecomp.targets.target import Dense
 
@@ -144,5 +145,8 @@ def test_the_choice_falls_on_products_from_a_size_on(rng):
         kinds = [isinstance(solver, Krylov) for solver in chosen]
         assert kinds == sorted(kinds)
         assert kinds[-1]
-        assert choose_svd(KroneckerShape(((8, 8), (8, 8))), rank, is_held=False) == chosen[-1]
+        small = KroneckerShape(((8, 8), (8, 8)))
+        assert choose_svd(small, rank, is_held=False) == chosen[-1]
+        assert krylov_side(rank) <= krylov_side(rank, 0.5) <= krylov_side(rank, 1.0)
+        assert krylov_side(rank, is_batch=True) <= krylov_side(rank)
     assert choose_svd(KroneckerShape(((4, 8), (8, 4))), 1) == SVD()

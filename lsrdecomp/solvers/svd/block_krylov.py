@@ -370,8 +370,11 @@ class _Growth:
         side = min(self.space.operator.shape)
         if side >= krylov_side(self.max_terms, math.inf):
             return np.zeros(self.space.sizes.shape[:-1], bool)
-        decays = self.space.decays
-        return np.asarray([side < krylov_side(self.max_terms, decay) for decay in decays])
+        is_batch = self.space.sizes.ndim > 1
+        sides = [
+            krylov_side(self.max_terms, decay, is_batch=is_batch) for decay in self.space.decays
+        ]
+        return side < np.asarray(sides)
 
     @property
     def needs_digits(self) -> bool:
