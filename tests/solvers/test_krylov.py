@@ -526,3 +526,14 @@ def test_few_terms_are_as_near_as_they_say(side, name, rng):
     )
     assert error <= optimum * (1.0 + (solution.optimality_gap or 0.0) + 1e-12) + 1e-14 * target.norm
     assert (solution.optimality_gap or 0.0) <= 1e-3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rtol", [1.0, 1.5])
+def test_a_tolerance_as_large_as_the_norm_needs_no_terms(rtol, xp, rng):
+    matrix = rng.standard_normal((280, 270))
+    pair = LowRank(xp.asarray(matrix[:, :4]), xp.asarray(matrix[:4, :]))
+    for target in (Dense(xp.asarray(matrix)), pair):
+        solution = Krylov().solve(target, SHAPE, atol=rtol * target.norm)
+        assert solution.status is Status.converged
+        assert solution.approximation.separation_rank == 0

@@ -323,7 +323,7 @@ class Krylov(MatrixSolver):
 
 def spanned(images: Array, vectors: np.ndarray) -> Array:
     """Return combinations of images, whose coefficients are columns of ``vectors``."""
-    return images @ like(np.ascontiguousarray(vectors), images)
+    return images @ like(vectors.copy(), images)
 
 
 def rayleigh_ritz_step(operator: Rearranged, span: Array) -> Triples:
@@ -505,10 +505,11 @@ class _Single:
                     return None
             else:
                 (check,) = growth.space.certificates(fine=True)
-        span = spanned(growth.space.images, check.vectors[:, :rank])
+        span = spanned(growth.space.images, check.vectors[:, : max(rank, 1)])
         for _ in range(2):
             # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² if it has the digits.
-            triples = rayleigh_ritz_step(self.exact, span)
+            left, sigma, right = rayleigh_ritz_step(self.exact, span)
+            triples = left[:, :rank], sigma[:rank], right[:rank, :]
             theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
             squared_error = 1.0 - float(theta @ theta)
             excess, kind = check.excess(rank, tolerance)
@@ -557,15 +558,20 @@ class _Single:
     def _measured(self, triples: Triples) -> float:
         """Measure the relative error of terms, from entries where R(M) is held."""
         target = self.problem.target
+        left, sigma, right = self._unturned(triples)
         matrix = _without_adjoint(self.exact)
+        if isinstance(matrix, RearrangedDense):
+            blocks = residual_blocks(matrix.matrix, left, sigma, right)
+            return math.hypot(*map(norm, blocks)) / target.norm
+        terms = as_separated(left, sigma, right, self.problem.shape, int(sigma.shape[0]))
+        return target.residual_norm(terms) / target.norm
+
+    def _unturned(self, triples: Triples) -> Triples:
+        """Return the singular triples of R(M), of those of its adjoint."""
         left, sigma, right = triples
-        if not isinstance(matrix, RearrangedDense):
-            terms, _ = self._terms(triples, math.inf)
-            return target.residual_norm(terms) / target.norm
         if isinstance(self.exact, AdjointOperator):
-            left, right = adjoint(right), adjoint(left)
-        blocks = residual_blocks(matrix.matrix, left, sigma, right)
-        return math.hypot(*map(norm, blocks)) / target.norm
+            return adjoint(right), sigma, adjoint(left)
+        return triples
 
     def _images(self, triples: Triples) -> tuple[Array, float]:
         """Return Rᴴ times left vectors, and what couples the terms to the rest of R, of norm 1."""
@@ -580,18 +586,15 @@ class _Single:
 
         They are not where that could be seen in the error.
         """
-        left, sigma, right = triples
-        if isinstance(self.exact, AdjointOperator):
-            left, right = adjoint(right), adjoint(left)
-        is_rounded = False
-        if left.dtype != self.dtype:
-            rounding = (64.0 * unit_roundoff(self.dtype)) ** 2
-            goal = self.growth.goal
-            if goal is None:
-                is_rounded = rounding <= 2.0 * self.growth.tolerance * squared_error
-            else:
-                is_rounded = squared_error + rounding <= goal**2
-        if is_rounded and squared_error < math.inf:
+        left, sigma, right = self._unturned(triples)
+        rounding = (64.0 * unit_roundoff(self.dtype)) ** 2
+        goal = self.growth.goal
+        if goal is None:
+            is_invisible = rounding <= 2.0 * self.growth.tolerance * squared_error
+        else:
+            is_invisible = squared_error + rounding <= goal**2
+        is_rounded = left.dtype != self.dtype and is_invisible
+        if is_rounded:
             xp = namespace(left)
             left, right = (xp.astype(side, self.dtype) for side in (left, right))
             sigma = xp.astype(sigma, real_part(left[:1, :1]).dtype)

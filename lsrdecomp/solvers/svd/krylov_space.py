@@ -90,7 +90,8 @@ class KrylovSpace:
         rows, columns = operator.shape
         self.block = min(block, rows)
         self._seed = seed
-        start = like(random_block(seed, columns, self.block, is_complex(prototype)), prototype)
+        random = random_block(seed, columns, self.block, is_complex(prototype))
+        start = like(random.copy(), prototype)  # torch warns of what cannot be written to
         self._first, self._triangle = orthonormal(operator.matmat(start) / norm)
         # The size of R from one random column to the next.
         self.sizes = _diagonal(self._triangle)

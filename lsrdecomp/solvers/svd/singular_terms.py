@@ -60,9 +60,7 @@ def as_separated(
 
     Those that are zero are left out.
     """
-    if to_numpy(sigma[rank - 1 : rank]).all():  # in descending order
-        return _terms(u, sigma, vh, shape, rank)
-    rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]))))
+    rank = int(np.count_nonzero(to_numpy(sigma[:rank])))
     return _terms(u, sigma, vh, shape, rank)
 
 
