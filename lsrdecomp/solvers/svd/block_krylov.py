@@ -100,8 +100,8 @@ class Krylov(MatrixSolver):
     seed : int
         Of the random start, drawn by NumPy whatever the library of the target.
     max_steps : int
-        Maximum blocks in a space; then the status is `Status.sweep_limit` and the gap says how far
-        the result may be off.
+        Maximum blocks in a space; then the status is `Status.sweep_limit` and the gap, if three
+        blocks tell one, says how far the result may be off.
 
     References
     ----------
@@ -463,6 +463,18 @@ class _Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """Singular triples that a space holds, and what is known of them."""
+
+    triples: Triples
+    squared_error: float  # relative, by ‖R‖² − Σσ²
+    error: float | None  # relative, to twelve digits
+    excess: float  # over the optimum, relative
+    kind: ErrorKind
+    is_near: bool  # within the tolerance, or within rounding, of the optimum
+
+
+@dataclass(frozen=True, slots=True)
 class _Single:
     """One matrix: its space while it grows, and R in double precision for the terms."""
 
@@ -495,49 +507,15 @@ class _Single:
         """Return the terms that the space holds; None where they do not meet the request."""
         growth = self.growth
         goal = growth.goal
-        tolerance = growth.tolerance
         rank = growth.terms(check)
-        is_hidden = check.hides_error(rank, tolerance)
-        if is_hidden and not growth.is_fine and not is_limit:
-            if not is_double(growth.space.operator.prototype):
-                # Single precision sees no further, unless the terms stand apart from what is left.
-                if rank and check.values[rank - 1] <= check.squared_errors[rank] + check.roundoff:
-                    return None
-            else:
-                (check,) = growth.space.certificates(fine=True)
-        span = spanned(growth.space.images, check.vectors[:, : max(rank, 1)])
-        for _ in range(2):
-            # Terms 1: half a step further, and their error, from ‖R‖² − Σσ² if it has the digits.
-            left, sigma, right = rayleigh_ritz_step(self.exact, span)
-            triples = left[:, :rank], sigma[:rank], right[:rank, :]
-            theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
-            squared_error = 1.0 - float(theta @ theta)
-            excess, kind = check.excess(rank, tolerance)
-            error = None
-            if is_double(self.exact.prototype) and has_twelve_digits(squared_error, 2.0):
-                error = math.sqrt(squared_error)
-            elif is_hidden or goal is not None or self._is_held:
-                error = self._measured(triples)
-            # Terms 2: an error that sinks in the rounding of squares is bounded by couplings, or by
-            # the singular values that were seen beyond, which are below those of R (Cauchy).
-            is_rounding = False
-            if not is_hidden or rank == 0 or error is None:
-                break
-            span, coupling = self._images(triples)
-            seen = math.sqrt(float(np.sum(check.values[rank:])))
-            bound = least_error(float(theta[-1]), error, coupling)
+        if check.hides_error(rank, growth.tolerance):
             if is_double(growth.space.operator.prototype):
-                bound = max(bound, seen - 16.0 * check.unit * check.size**0.5)
-            excess = max(error / bound - 1.0, 0.0) if bound > 0.0 else math.inf
-            kind = ErrorKind.bounded
-            unit = unit_roundoff(self.exact.prototype.dtype)
-            is_rounding = error <= bound * (1.0 + tolerance) + 64.0 * unit
-            if excess <= tolerance or is_rounding:
-                break
-        # Terms 3: the end of the solve, or more steps.
-        meets_goal = goal is not None and error is not None and error <= goal
-        is_all = goal is None or rank == growth.max_terms
-        is_near = is_all and (excess <= tolerance or is_rounding)
+                (check,) = growth.space.certificates(fine=True)
+            elif rank and not is_limit and not check.stands_apart(rank):
+                return None  # single precision sees no further
+        found = self._found(check, rank)
+        meets_goal = goal is not None and found.error is not None and found.error <= goal
+        is_near = found.is_near and (goal is None or rank == growth.max_terms)
         if not (meets_goal or is_near or is_limit):
             return None
         status = Status.rank_reached if goal is None else Status.rank_exhausted
@@ -545,11 +523,46 @@ class _Single:
             status = Status.converged
         elif is_limit and not is_near:
             status = Status.sweep_limit
-        terms, is_rounded = self._terms(triples, max(squared_error, 0.0))
-        solution = Solution(terms, status, relative_error=None if is_rounded else error)
-        if excess < math.inf:
-            solution = replace(solution, optimality_gap=excess, gap_kind=kind)
+        terms, is_rounded = self._terms(found.triples, max(found.squared_error, 0.0))
+        solution = Solution(terms, status, relative_error=None if is_rounded else found.error)
+        if found.excess < math.inf:
+            solution = replace(solution, optimality_gap=found.excess, gap_kind=found.kind)
         return solution
+
+    def _found(self, check: Certificate, rank: int) -> _Found:
+        """Return the first terms of a space, half a step nearer, and what is known of them."""
+        space = self.growth.space
+        tolerance = self.growth.tolerance
+        is_hidden = check.hides_error(rank, tolerance)
+        span = spanned(space.images, check.vectors[:, : max(rank, 1)])
+        for _ in range(2):
+            # Terms 1: their error, from ‖R‖² − Σσ² where that has its digits.
+            left, sigma, right = rayleigh_ritz_step(self.exact, span)
+            triples = left[:, :rank], sigma[:rank], right[:rank, :]
+            theta = to_numpy(triples[1]).astype(np.float64) / self.problem.target.norm
+            squared_error = 1.0 - float(theta @ theta)
+            error = None
+            if is_double(self.exact.prototype) and has_twelve_digits(squared_error, 2.0):
+                error = math.sqrt(squared_error)
+            elif is_hidden or self.growth.goal is not None or self._is_held:
+                error = self._measured(triples)
+            if not is_hidden or rank == 0 or error is None:
+                excess, kind = check.excess(rank, tolerance)
+                return _Found(triples, squared_error, error, excess, kind, excess <= tolerance)
+            # Terms 2: an error that sinks in the rounding of squares is bounded by couplings, or by
+            # the singular values that were seen beyond, which are below those of R (Cauchy).
+            span, coupling = self._images(triples)
+            bound = least_error(float(theta[-1]), error, coupling)
+            if is_double(space.operator.prototype):
+                seen = math.sqrt(float(np.sum(check.values[rank:])))
+                bound = max(bound, seen - 16.0 * check.unit * check.size**0.5)
+            excess = max(error / bound - 1.0, 0.0) if bound > 0.0 else math.inf
+            rounding = 64.0 * unit_roundoff(self.exact.prototype.dtype)
+            is_near = excess <= tolerance or error <= bound * (1.0 + tolerance) + rounding
+            if is_near:
+                break
+            # Terms 3: else the images of these terms may be nearer by another step.
+        return _Found(triples, squared_error, error, excess, ErrorKind.bounded, is_near)
 
     @property
     def _is_held(self) -> bool:

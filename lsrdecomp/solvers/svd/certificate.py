@@ -89,6 +89,10 @@ class Certificate:
         """Return whether the error sinks so far in the rounding of squares that it is not known."""
         return float(self.squared_errors[rank]) * tolerance <= 4.0 * self.unit
 
+    def stands_apart(self, rank: int) -> bool:
+        """Return whether the last of the first terms is larger than all that is left of R."""
+        return bool(self.values[rank - 1] > self.squared_errors[rank] + self.roundoff)
+
     def is_exact(self, error: float) -> bool:
         """Return whether an error is no more than the rounding of the products."""
         return error <= self.roundoff
