@@ -58,6 +58,10 @@ class AdjointOperator:
         return adjoint(self.operator.formed())
 
 
+MAX_KEPT_ENTRIES = 2**18
+"""Random numbers of a start that are kept for the next solve of the same sizes: 1 MiB, by hand."""
+
+
 class KrylovSpace:
     """A space of R Rᴴ that grows by blocks, fully reorthogonalised [1]_; R is divided by its norm.
 
@@ -201,15 +205,22 @@ class KrylovSpace:
         return block
 
 
-@lru_cache(maxsize=16)
 def random_block(seed: int, rows: int, columns: int, is_complex: bool) -> np.ndarray:
     """Return random numbers (rows, columns), the same in every library and precision."""
+    draw = _kept if rows * columns <= MAX_KEPT_ENTRIES else _drawn
+    return draw(seed, rows, columns, is_complex)
+
+
+def _drawn(seed: int, rows: int, columns: int, is_complex: bool) -> np.ndarray:
     rng = np.random.default_rng(seed)
     block: Any = rng.standard_normal((rows, columns), np.float32)
     if is_complex:
         block = block + 1j * rng.standard_normal((rows, columns), np.float32)
     block.setflags(write=False)
     return np.asarray(block)
+
+
+_kept = lru_cache(maxsize=16)(_drawn)
 
 
 def orthonormal(block: Array) -> tuple[Array, np.ndarray]:
