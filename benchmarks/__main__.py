@@ -104,6 +104,7 @@ def two_factors(size: int, minutes: float, threads: int = 1, part: str = "") -> 
 JOBS = (
     Job("exact sums", ("exact_sums",), "benchmarks.solvers.exact_sums", 1),
     Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 12, ("sklearn", "torch")),
+    Job("crossings", ("crossings",), "benchmarks.solvers.crossings", 3),
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 1),
     Job("stated gap", ("stated_gap",), "benchmarks.solvers.stated_gap", 2),
     Job(

@@ -22,7 +22,7 @@ Rooms of matrices
     `kronecker`    shapes, `rearrange`, Kronecker algebra
     `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, …
     `formats`      number formats of stored factors, mixed precision
-    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, …, to pass as ``solver=``
+    `solvers`      `SVD`, `ALS`, `Krylov`, …, to pass as ``solver=``
     `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
     `analysis`, `plots`         error curves, spectra, Pareto fronts, and their pictures
     `errors`       `ShapeError`, `BudgetError`, `CheckpointError`, …, each an `LsrError`

@@ -28,14 +28,13 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import best_shape
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
-from lsrdecomp.solvers.choice import named_solver, with_start
+from lsrdecomp.solvers.choice import choose_svd, named_solver, with_start
 from lsrdecomp.solvers.cp.weighted_als import WeightedALS
 from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.iteration import SolveProgress
 from lsrdecomp.solvers.solver import validate_rank
 from lsrdecomp.solvers.stored_solve import StorageProblem, fewest_bytes, fewest_terms, measure
-from lsrdecomp.solvers.svd.batched import BatchedKrylov
-from lsrdecomp.solvers.svd.dense import traced_terms
+from lsrdecomp.solvers.svd.singular_terms import traced_terms
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.known_entries import KnownEntries
 from lsrdecomp.targets.separated_target import Separated
@@ -101,7 +100,7 @@ def decompose(
         Whether the entries of the factors, and with them of the sum, may not be negative; or the
         indices of the factors that may not (`WeightedALS`).
     solver : Solver or str, optional
-        Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"gram"``, ``"golub_kahan"``,
+        Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"krylov"``,
         ``"als"``; absent, one is chosen by order, size and kind of target.
     seed : int, optional
         Of the solver's random starts; absent, the solver's own, so that equal calls give equal
@@ -371,7 +370,7 @@ def decompose_each(
     shape : KroneckerShape, sizes or "balanced"
     rank : int, optional
         Terms of each. Given alone, two factors are solved together, by batched products
-        (`BatchedKrylov`).
+        (`Krylov.solve_batch`).
     **goals
         Any other argument of `decompose`; matrices are then solved one after the other, and one
         warning tells how many missed their goal.
@@ -456,7 +455,7 @@ def _together(
 ) -> tuple[Decomposition, ...]:
     """Return records of the arrays of a batch, solved together by batched products."""
     goal = _goal(targets[0].norm, rank, None, None, None, storage)
-    solver = BatchedKrylov(tolerance=1e-3)
+    solver = choose_svd(shape, rank, is_batch=True)
     solutions = solver.solve_batch(batch, shape, rank=goal.max_terms)
     return tuple(
         measure(target, solution, goal.storage)

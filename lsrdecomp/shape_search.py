@@ -15,14 +15,15 @@ from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, tail_no
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
-from lsrdecomp.solvers.svd.bidiagonal import AdjointOperator, Bidiagonal
-from lsrdecomp.solvers.svd.certificate import Certificate
+from lsrdecomp.solvers.svd.krylov_space import AdjointOperator, KrylovSpace
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.target import Dense, Rearranged, Target
 from lsrdecomp.targets.target_threads import threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from lsrdecomp.solvers.svd.certificate import Certificate
 
 EXACT_SIDE = 96
 """Smaller side of R(M) up to which its whole spectrum is computed; set by hand, as are all numbers
@@ -322,18 +323,17 @@ class _ShapeTrials:
         self, operator: Rearranged, norm: float, max_rank: int, max_error: float
     ) -> tuple[int, float] | None:
         """Find them in a Krylov space, which grows while the shape can still win."""
-        if operator.shape[0] < operator.shape[1]:
+        if operator.shape[0] > operator.shape[1]:
             operator = AdjointOperator(operator)
         block = min(16, max(4, max_rank))
-        space = Bidiagonal(operator, norm, block, self.seed)
+        space = KrylovSpace(operator, norm, block, self.seed)
         # A shape that needs a larger space counts as unresolved.
         max_size = min(*operator.shape, 256)
-        captured: list[np.ndarray] = []  # at each step
+        earlier = None
         found = None
         while space.size + 2 * block < max_size:
-            space.step()
-            certificate = Certificate.of(space, captured)
-            captured.append(certificate.captured)
+            space.grow()
+            (certificate,) = space.certificates()
             rank_limit = min(max_rank, space.size)
             errors = np.sqrt(certificate.squared_errors)
             found = self.goal.choose(errors, rank_limit, max_error)
@@ -345,8 +345,9 @@ class _ShapeTrials:
                 excess, _ = certificate.excess(max_rank)
                 if excess < 1.0 and certificate.error(max_rank) / (1.0 + excess) > max_error:
                     return None
-            elif certificate.columns_needed(max_error) > max_rank:
+            elif certificate.columns_needed(max_error, earlier) > max_rank:
                 return None
+            earlier = certificate
         self.unresolved += 1
         return found  # what the space holds can be had; the shape's best may be better
 

@@ -177,10 +177,7 @@ NUMERICAL = ("numpy", "scipy", "array_api_compat", "ml_dtypes")
         ("from lsrdecomp import *", HEAVY),
         ("from lsrdecomp.analysis import layer_grid", ("lsrdecomp.lora.files", *HEAVY)),
         (
-            (
-                "from lsrdecomp.solvers import BlockGolubKahan; from lsrdecomp import "
-                "ErrorBudget, decompose"
-            ),
+            ("from lsrdecomp.solvers import Krylov; from lsrdecomp import ErrorBudget, decompose"),
             (*HEAVY, "lsrdecomp.analysis.error_curves"),
         ),
     ],

@@ -122,7 +122,7 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from lsrdecomp import KroneckerShape
     from lsrdecomp.kronecker.rearrange import inverse_rearrange
-    from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+    from lsrdecomp.solvers import Krylov
     from lsrdecomp.targets.target import Dense
 
     torch.set_num_threads(options.threads)
@@ -141,7 +141,7 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
 
         def ours(tolerance: float, matrix: Any = matrix) -> tuple[Any, Any, Any]:
-            solution = BlockGolubKahan(tolerance=tolerance).solve(Dense(matrix), shape, rank=s)
+            solution = Krylov(tolerance=tolerance).solve(Dense(matrix), shape, rank=s)
             m = solution.approximation
             left, right = (f.reshape(s, -1) for f in m.factors)
             claims.append(solution.optimality_gap)
@@ -214,7 +214,7 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     import numpy as np
 
     from lsrdecomp import KroneckerShape, LowRank, decompose
-    from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+    from lsrdecomp.solvers import Krylov
     from lsrdecomp.targets.target import Dense
 
     rng = np.random.default_rng(options.seed)
@@ -222,7 +222,7 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     left = (rng.standard_normal((8192, 64)) * decay).astype(np.float32)
     right = rng.standard_normal((64, 28672)).astype(np.float32)
     shape = KroneckerShape(((64, 128), (128, 224)))
-    solver = BlockGolubKahan()
+    solver = Krylov()
     tracemalloc.start()
     solver.solve(LowRank(left, right), shape, rank=16)
     extra = tracemalloc.get_traced_memory()[1]
@@ -265,7 +265,7 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from lsrdecomp import KroneckerShape
     from lsrdecomp.kronecker.rearrange import inverse_rearrange
-    from lsrdecomp.solvers import BatchedKrylov
+    from lsrdecomp.solvers import Krylov
 
     torch.set_num_threads(options.threads)
     rng = np.random.default_rng(options.seed)
@@ -295,7 +295,7 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
             torch_svd, _ = timed(lambda a=tensor: torch.linalg.svd(a, full_matrices=False), options)
             for s in (8, 16):
                 ours, found = timed(
-                    lambda m=matrices, s=s: BatchedKrylov().solve_batch(m, shape, rank=s), options
+                    lambda m=matrices, s=s: Krylov().solve_batch(m, shape, rank=s), options
                 )
                 best = np.linalg.norm(spectrum[:, s:].astype(float), axis=1)
                 errors = np.array(
@@ -320,15 +320,15 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time starts of a pair: `leading_triples`, `BatchedKrylov` at two tolerances, and NumPy."""
+    """Time starts of a pair: `leading_triples`, `Krylov` at two tolerances, and NumPy."""
     import numpy as np
 
     from lsrdecomp import KroneckerShape
-    from lsrdecomp.solvers import BatchedKrylov
+    from lsrdecomp.solvers import Krylov
     from lsrdecomp.solvers.pair.initialization import leading_triples
 
     rng, rows = np.random.default_rng(options.seed), []
-    loose = BatchedKrylov(tolerance=1e-2, columns=8, max_steps=3)
+    loose = Krylov(tolerance=1e-2)
     for count, p, q, s in (
         (64, 64, 48, 2),
         (8, 128, 48, 4),
@@ -357,7 +357,7 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "numpy over ours": numpy_svd / ours,
                 "worst excess": float(np.max(errors / best - 1.0)),
             }
-            for label, solver in (("krylov", BatchedKrylov()), ("loose krylov", loose)):
+            for label, solver in (("krylov", Krylov()), ("loose krylov", loose)):
                 theirs, found = timed(
                     lambda m=stack, s=s, k=solver, f=shape: k.solve_batch(m, f, rank=s), options
                 )

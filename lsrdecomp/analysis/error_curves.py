@@ -16,7 +16,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
-from lsrdecomp.solvers.svd.dense import as_matrix
+from lsrdecomp.solvers.svd.singular_terms import as_matrix
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.target_threads import threads_for

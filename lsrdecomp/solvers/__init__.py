@@ -1,11 +1,9 @@
 """Solvers: frozen values to pass as ``solver=``, which turn a target into a separated matrix.
 
 Two factors
-    `SVD`              full singular value decomposition of the rearrangement; the best answer
-    `Gram`             through the smaller Gram matrix; cheaper while the error is above about 1e-5
-    `BlockGolubKahan`  Krylov spaces, for large matrices and few terms; bounds its excess
-    `BatchedKrylov`    the fewest products, for few terms of moderate matrices, one or many at once
-    `Greedy`           terms of different shapes
+    `SVD`       singular value decomposition of the rearrangement, dense; the best answer
+    `Krylov`    products alone, for few terms: one matrix, a batch, or what is never formed
+    `Greedy`    terms of different shapes
 
 Any number of factors
     `ALS`              regularized alternating least squares, then Levenberg–Marquardt

@@ -13,10 +13,8 @@ from .solver import Solution as Solution
 from .solver import Solver as Solver
 from .solver import Status as Status
 from .solver import Sweep as Sweep
-from .svd.batched import BatchedKrylov as BatchedKrylov
+from .svd.block_krylov import Krylov as Krylov
 from .svd.dense import SVD as SVD
-from .svd.golub_kahan import BlockGolubKahan as BlockGolubKahan
-from .svd.gram import Gram as Gram
 from .svd.greedy import Greedy as Greedy
 from .svd.greedy import MixedSolution as MixedSolution
 from .svd.greedy import MixedSum as MixedSum

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-from lsrdecomp.arrays import is_differentiated
 from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.weighted_als import WeightedALS
 from lsrdecomp.solvers.matrix import MatrixSolver
-from lsrdecomp.solvers.svd.batched import BatchedKrylov
+from lsrdecomp.solvers.svd.block_krylov import Krylov
+from lsrdecomp.solvers.svd.crossings import MIN_GRAM_SIDE, krylov_side
 from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.solvers.svd.greedy import Greedy
 from lsrdecomp.targets.known_entries import KnownEntries
 from lsrdecomp.targets.target import Dense, Target
@@ -29,14 +25,15 @@ if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape
     from lsrdecomp.solvers.solver import Solver
 
-SOLVERS: dict[str, Callable[[], Solver]] = {
-    "svd": SVD,
-    "gram": Gram,
-    "golub_kahan": BlockGolubKahan,
-    "krylov": BlockGolubKahan,
-    "als": ALS,
-}
-"""Solvers by name, with their usual settings; "krylov" is another word for block Golub–Kahan."""
+SOLVERS: dict[str, Callable[[], Solver]] = {"svd": SVD, "krylov": Krylov, "als": ALS}
+"""Solvers by name, with their usual settings."""
+
+ALL_DIGITS = SVD()
+GRAM = SVD(tolerance=1e-3)
+PRODUCTS = Krylov(tolerance=1e-3)
+
+GOAL_TERMS = 16
+"""Terms that a tolerance is taken to need, where none are given."""
 
 
 def named_solver(solver: Any) -> Solver:
@@ -50,7 +47,7 @@ def named_solver(solver: Any) -> Solver:
     if isinstance(solver, type) and hasattr(solver, "solve"):
         return named_solver(solver())
     if isinstance(solver, str):
-        name = solver.lower().replace("-", "_").replace("blockgolubkahan", "golub_kahan")
+        name = solver.lower()
         if name not in SOLVERS:
             raise BudgetError(
                 f"solver: no solver {unknown(solver, SOLVERS)}, or a value of lsrdecomp.solvers"
@@ -85,13 +82,7 @@ def choose_solver(
 
     For so many terms, or for a tolerance if ``rank`` is None.
 
-    Two factors: the full SVD while the smaller side of the rearrangement is at most 32, the Gram
-    matrix of an array of up to 2²² entries up to a side of 192, `BatchedKrylov` for up to a
-    sixteenth of all terms of a larger one; else block Golub–Kahan, which never forms a low-rank
-    target and turns to the Gram matrix where that is cheaper. The sizes are set by hand on the
-    timings of ``benchmarks/solvers/two_factors.py``, whose records are
-    ``benchmarks/results/solvers-*.json``. The error may exceed the optimum by a thousandth; the
-    record states by how much. Any other number of factors: alternating least squares, with the
+    Two factors: `choose_svd`. Any other number of factors: alternating least squares, with the
     penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `WeightedALS`, which
     fits those alone.
     """
@@ -101,26 +92,26 @@ def choose_solver(
     if shape.order != 2:
         is_precision = storage is None or storage in PRECISIONS
         return ALS(storage=storage if is_precision else "float32")
-    # The sizes at which one solver becomes faster than the next are by hand, on the timings of
-    # ``benchmarks/solvers/two_factors.py``, recorded in ``benchmarks/results/solvers-*.json``.
-    tolerance = 1e-3
+    return choose_svd(shape, rank, is_held=isinstance(target, Dense))
+
+
+def choose_svd(
+    shape: KroneckerShape, rank: int | None, *, is_held: bool = True, is_batch: bool = False
+) -> SVD | Krylov:
+    """Return the solver of two factors, for so many terms or, if ``rank`` is None, a tolerance.
+
+    All digits of LAPACK's SVD while the smaller side of the rearrangement is at most 32. Beyond,
+    its error may exceed the optimum by a thousandth, and the record states by how much: `Krylov`
+    from the side on that `krylov_side` says, as measured by ``benchmarks/solvers/crossings.py``,
+    and at any side where the matrix is not held as an array, since it never forms it; else `SVD` by
+    the Gram matrix. `Krylov` itself hands over to that where values hardly fall.
+    """
     side = min(shape.sizes)
-    if side <= 32:
-        return _usual(SVD)
-    tolerance = 1e-3
-    if isinstance(target, Dense) and math.prod(shape.sizes) <= 2**22:
-        if side <= 192:
-            return _usual(Gram, tolerance)
-        has_few_terms = rank is not None and 16 * rank <= side
-        if has_few_terms and not is_differentiated(target.matrix):
-            return _usual(BatchedKrylov, tolerance)
-    return BlockGolubKahan(tolerance=tolerance)
-
-
-@cache
-def _usual(solver: Callable[..., Solver], tolerance: float | None = None) -> Solver:
-    """Return a solver with its usual settings; made once, for a small matrix is solved as soon."""
-    return solver() if tolerance is None else solver(tolerance=tolerance)
+    if side <= MIN_GRAM_SIDE:
+        return ALL_DIGITS
+    terms = GOAL_TERMS if rank is None else rank
+    is_large = side >= krylov_side(terms, is_batch=is_batch)
+    return PRODUCTS if is_large or not is_held else GRAM
 
 
 def with_start(

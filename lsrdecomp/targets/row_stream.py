@@ -40,7 +40,7 @@ class RowStream:
     """A matrix read a block of rows at a time: one larger than memory, on disk or computed.
 
     It is read as often as needed: every product with R(M), the norm and the residual are one pass
-    over the blocks. Solvers that work in blocks of vectors (`BlockGolubKahan`) make few passes.
+    over the blocks. Solvers that work in blocks of vectors (`Krylov`) make few passes.
 
     Parameters
     ----------

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RearrangedDense:
-    """The rearrangement of a dense matrix, held."""
+    """The rearrangement of a dense matrix, held, or those of a batch (L, p, q)."""
 
     matrix: Array
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m_1·n_1, m_2·n_2)."""
-        return int(self.matrix.shape[0]), int(self.matrix.shape[1])
+        return int(self.matrix.shape[-2]), int(self.matrix.shape[-1])
 
     @property
     def prototype(self) -> Array:

@@ -26,8 +26,8 @@ from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.solvers.solver import Event, Status, Sweep
 from lsrdecomp.targets.target import Dense
 
-SHAPES = {2: KroneckerShape(((10, 9), (8, 14))), 3: KroneckerShape(((3, 2), (2, 4), (3, 3)))}
-"""The first has a rearrangement of 90 × 112: large enough for a Krylov space to be one."""
+SHAPES = {2: KroneckerShape(((12, 10), (11, 13))), 3: KroneckerShape(((3, 2), (2, 4), (3, 3)))}
+"""The first has a rearrangement of 120 × 143: large enough for a Krylov space to be one."""
 
 ALL = ("numpy", "torch", "array_api_strict")
 
@@ -51,10 +51,10 @@ def matrix(order: int, kind: Any = float) -> np.ndarray:
     """Return a matrix whose rearrangement has a falling spectrum, or six falling terms."""
     rng, shape = np.random.default_rng(order), SHAPES[order]
     if order == 2:
-        u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in shape.sizes)
+        u, v = (np.linalg.qr(rng.standard_normal((n, 120)))[0] for n in shape.sizes)
         if kind is complex:
             u, v = (side * np.exp(1j * rng.random((side.shape[0], 1))) for side in (u, v))
-        return np.asarray(inverse_rearrange((u * np.exp(-np.arange(90) / 4.0)) @ v.T, shape))
+        return np.asarray(inverse_rearrange((u * np.exp(-np.arange(120) / 4.0)) @ v.T, shape))
     factors = [rng.standard_normal((6, m, n)) for m, n in shape.factors]
     if kind is complex:
         factors = [factor + 1j * rng.standard_normal(factor.shape) for factor in factors]
@@ -104,8 +104,8 @@ def returns_what_its_record_says(row: Row, order: int) -> None:
             dense_error(given, solution), rel=1e-9, abs=1e-15
         )
     if order == 2:
-        best = np.linalg.norm(np.exp(-np.arange(3, 90) / 4.0)) / np.linalg.norm(
-            np.exp(-np.arange(90) / 4.0)
+        best = np.linalg.norm(np.exp(-np.arange(3, 120) / 4.0)) / np.linalg.norm(
+            np.exp(-np.arange(120) / 4.0)
         )
         assert best * (1 - 1e-9) <= dense_error(given, solution) <= best * (1 + row.excess)
 

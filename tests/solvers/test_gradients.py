@@ -5,15 +5,7 @@ import pytest
 
 from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, LsrError, decompose
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
-from lsrdecomp.solvers import (
-    ALS,
-    SVD,
-    BatchedKrylov,
-    BlockGolubKahan,
-    Gram,
-    TensorLyCP,
-    WeightedALS,
-)
+from lsrdecomp.solvers import ALS, SVD, Krylov, TensorLyCP, WeightedALS
 
 torch = pytest.importorskip("torch")
 
@@ -43,7 +35,7 @@ def along(matrix, direction, weights):
 
 
 @pytest.mark.parametrize(
-    "solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8]
+    "solver", [None, SVD(), SVD(tolerance=1e-6), Krylov()], ids=lambda s: str(s)[:8]
 )
 def test_gradients_agree_with_finite_differences(solver, problem):
     matrix, direction, weights = problem
@@ -89,11 +81,13 @@ def test_codes_pass_no_gradients_and_say_so(problem, goal):
     assert decompose(given.detach(), SHAPE, **goal).status.met
 
 
-def test_without_gradients_the_space_is_grown_as_ever(problem):
-    given = torch.tensor(problem[0], requires_grad=True)
+def test_without_gradients_the_space_is_grown_as_ever():
+    shape = KroneckerShape(((12, 12), (12, 12)))
+    matrix = inverse_rearrange(np.diag(1.0 / np.arange(1.0, 145.0)), shape)
+    given = torch.tensor(matrix, requires_grad=True)
     with torch.no_grad():
-        quiet = decompose(given, SHAPE, rank=RANK, solver=BlockGolubKahan())
-    assert len(quiet.sweeps) > 1
+        quiet = decompose(given, shape, rank=RANK, solver=Krylov())
+    assert quiet.sweeps[-1].objective is not None  # the dense way tells none
 
 
 @pytest.mark.parametrize("rank", [4, 20, 81])
@@ -106,7 +100,7 @@ def test_terms_that_are_rounding_are_refused_not_differentiated(rank):
 
 
 @pytest.mark.parametrize(
-    "solver", [None, SVD(), Gram(), BlockGolubKahan()], ids=lambda s: str(s)[:8]
+    "solver", [None, SVD(), SVD(tolerance=1e-6), Krylov()], ids=lambda s: str(s)[:8]
 )
 def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences(
     solver, problem, rng
@@ -122,7 +116,7 @@ def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences
 
 
 @pytest.mark.parametrize(
-    "solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8]
+    "solver", [None, SVD(), SVD(tolerance=1e-6), Krylov()], ids=lambda s: str(s)[:8]
 )
 @pytest.mark.parametrize("terms", [1, RANK])
 def test_at_the_terms_of_an_exact_sum_what_keeps_them_passes(solver, terms, problem, rng):

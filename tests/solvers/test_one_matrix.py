@@ -1,4 +1,4 @@
-"""One NumPy matrix of a few hundred rows: its own Krylov space, and Gram's single precision."""
+"""One NumPy matrix of a few hundred rows: its Krylov space, and the Gram route of `SVD`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import pytest
 
 from lsrdecomp import KroneckerShape
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
-from lsrdecomp.solvers import BatchedKrylov, Gram
-from lsrdecomp.solvers.solver import ErrorKind, Event
-from lsrdecomp.solvers.svd import gram
+from lsrdecomp.solvers import SVD, Krylov
+from lsrdecomp.solvers.choice import choose_svd
+from lsrdecomp.solvers.solver import ErrorKind
+from lsrdecomp.solvers.svd import dense
+from lsrdecomp.solvers.svd.crossings import krylov_side
+from lsrdecomp.solvers.svd.krylov_space import KrylovSpace
 from lsrdecomp.targets.target import Dense
 
 K = np.arange(256.0)
@@ -67,30 +70,20 @@ def assert_is_near(solution, matrix, sigma, rank):
 def test_a_space_of_its_own_ends_near_the_optimum(name, shape, kind, rng):
     matrix, sigma = matrix_of(name, shape, kind, rng)
     for rank in (1, 4):
-        solution = BatchedKrylov(tolerance=LIMIT).solve(matrix, shape, rank=rank)
+        solution = Krylov(tolerance=LIMIT).solve(matrix, shape, rank=rank)
         assert_is_near(solution, matrix, sigma, rank)
 
 
 @pytest.mark.parametrize("name", ["1/k", "slow", "fast", "a spike over a line"])
-def test_a_space_of_its_own_takes_the_steps_of_a_batch_of_one(name, rng):
+def test_a_space_of_its_own_takes_the_steps_of_a_batch(name, rng):
     shape = SHAPES["wide"]
     matrix, _ = matrix_of(name, shape, float, rng)
-    alone = BatchedKrylov(tolerance=LIMIT).solve(matrix, shape, rank=3)
-    (batched,) = BatchedKrylov(tolerance=LIMIT, svd_limit=1).solve_batch(
-        matrix[None, :, :], shape, rank=3
-    )
+    alone = Krylov(tolerance=LIMIT).solve(matrix, shape, rank=3)
+    batched, _ = Krylov(tolerance=LIMIT).solve_batch(np.stack([matrix, matrix]), shape, rank=3)
     assert alone.approximation.weights == pytest.approx(batched.approximation.weights, rel=1e-6)
     assert [sweep.relative_error for sweep in alone.sweeps] == pytest.approx(
         [sweep.relative_error for sweep in batched.sweeps], rel=1e-5
     )
-
-
-def test_what_steps_leave_open_is_handed_over_with_their_records(rng):
-    shape = SHAPES["wide"]
-    matrix, sigma = matrix_of("flat", shape, float, rng)
-    solution = BatchedKrylov(tolerance=1e-9, max_steps=2).solve(matrix, shape, rank=2)
-    assert_is_near(solution, matrix, sigma, 2)
-    assert [sweep.event for sweep in solution.sweeps][-1] is Event.hand_over
 
 
 SMALL = KroneckerShape(((8, 8), (9, 9)))
@@ -101,7 +94,7 @@ SMALL = KroneckerShape(((8, 8), (9, 9)))
 @pytest.mark.parametrize("name", SPECTRA)
 def test_eigenvectors_in_single_precision_end_near_the_optimum(name, rank, kind, rng):
     matrix, sigma = matrix_of(name, SMALL, kind, rng)
-    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=rank)
+    solution = SVD(tolerance=LIMIT).solve(matrix, SMALL, rank=rank)
     assert_is_near(solution, matrix, sigma, min(rank, np.count_nonzero(sigma)))
 
 
@@ -114,8 +107,46 @@ def test_what_single_precision_cannot_tell_is_computed_in_double(rng, monkeypatc
     right = np.linalg.qr(rng.standard_normal((81, 64)))[0]
     matrix = inverse_rearrange((left * sigma) @ right.T, SMALL)
     asked = []
-    in_double = gram.eigenpairs
-    monkeypatch.setattr(gram, "eigenpairs", lambda *given: asked.append(1) or in_double(*given))
-    solution = Gram(tolerance=LIMIT).solve(matrix, SMALL, rank=3)
+    in_double = dense.eigenpairs
+    monkeypatch.setattr(dense, "eigenpairs", lambda *given: asked.append(1) or in_double(*given))
+    solution = SVD(tolerance=LIMIT).solve(matrix, SMALL, rank=3)
     assert asked
     assert_is_near(solution, matrix, sigma, 3)
+
+
+@pytest.mark.parametrize("kind", ["float64", "complex128", "float32"])
+@pytest.mark.parametrize("size", [(5, 9), (9, 5), (1, 4), (40, 40)])
+def test_lapack_is_called_for_rows_as_they_lie(size, kind, rng):
+    matrix = rng.standard_normal(size).astype(kind)
+    if kind == "complex128":
+        matrix = matrix + 1j * rng.standard_normal(size)
+    u, sigma, vh = dense.full_svd(matrix)
+    rounding = 1e-5 if kind == "float32" else 1e-13
+    assert (u * sigma) @ vh == pytest.approx(matrix, abs=rounding)
+    assert sigma == pytest.approx(np.linalg.svd(matrix, compute_uv=False), abs=rounding)
+    assert u.conj().T @ u == pytest.approx(np.eye(min(size)), abs=rounding)
+
+
+def test_values_that_hardly_fall_take_the_dense_way_after_one_look(rng, monkeypatch):
+    """Noise of 256 × 256 took twice the time of its Gram matrix at 16 terms."""
+    shape = KroneckerShape(((16, 16), (16, 16)))
+    monkeypatch.setattr(KrylovSpace, "grow", None)
+    noise = rng.standard_normal((256, 256))
+    solution = Krylov().solve(noise, shape, rank=16)
+    assert solution.gap_kind is ErrorKind.bounded
+    together = Krylov().solve_batch(np.stack([noise, noise]), shape, rank=16)
+    assert [one.gap_kind for one in together] == [ErrorKind.bounded] * 2
+
+
+def test_the_choice_falls_on_products_from_a_size_on(rng):
+    sides = [8, 12, 16, 32, 64]
+    for rank in (1, 4, 16, 64):
+        chosen = [choose_svd(KroneckerShape(((n, n), (n, n))), rank) for n in sides]
+        kinds = [isinstance(solver, Krylov) for solver in chosen]
+        assert kinds == sorted(kinds)
+        assert kinds[-1]
+        small = KroneckerShape(((8, 8), (8, 8)))
+        assert choose_svd(small, rank, is_held=False) == chosen[-1]
+        assert krylov_side(rank) <= krylov_side(rank, 0.5) <= krylov_side(rank, 1.0)
+        assert krylov_side(rank, is_batch=True) <= krylov_side(rank)
+    assert choose_svd(KroneckerShape(((4, 8), (8, 4))), 1) == SVD()

@@ -20,7 +20,7 @@ from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.hosvd import CompressedTensor
 from lsrdecomp.solvers.cp.mttkrp import assemble
 from lsrdecomp.solvers.matrix import without_unit_factors
-from lsrdecomp.solvers.svd.dense import as_matrix
+from lsrdecomp.solvers.svd.singular_terms import as_matrix
 
 if TYPE_CHECKING:
     from lsrdecomp.kronecker.shape import KroneckerShape

@@ -11,7 +11,7 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.solvers.iteration import SolveProgress
 from lsrdecomp.solvers.solver import PairSolution, Status, Sweep, validate_pair_request
-from lsrdecomp.solvers.svd.dense import as_separated
+from lsrdecomp.solvers.svd.singular_terms import as_separated
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 The first singular triples of a batch of matrices come in little memory beside them where they are
 large. These are starts, computed by the thousand, and nobody is told how near the optimum they are.
-`BatchedKrylov` answers for its errors, and that takes 2.5 to 6 times as long on batches of small
+`Krylov` answers for its errors, and that takes 2.5 to 6 times as long on batches of small
 matrices (0.8 to 3.5 at 384 × 256); at a loose tolerance it is 1.6 times faster from there on, and 3
 to 21 times slower on small ones, by ``benchmarks/solvers/two_factors.py --only leading``. The two
-share the last step, `rayleigh_ritz`.
+share the last step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, apply_to_rows, kron_apply
-from lsrdecomp.solvers.svd.batch import rayleigh_ritz
-from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.block_krylov import Krylov
 from lsrdecomp.targets.target import Dense
 from lsrdecomp.targets.weighted import gauge_of
 
@@ -46,7 +45,7 @@ def leading_triples(matrices: Array, rank: int, way: Way | None = None) -> Tripl
 
     A full SVD takes about six times the memory of a square matrix. A large narrow one is taken
     apart through R instead: X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is
-    wide too goes to `BlockGolubKahan`, if few triples are requested: by its certificate their error
+    wide too goes to `Krylov`, if few triples are requested: by its certificate their error
     is at most a thousandth above the optimum. Of any other one few triples come from a few passes
     of subspace iteration [1]_, whose error is up to about 1e-2 above the optimum for noise and 1e-3
     or less where the spectrum falls, at a tenth of the time of an SVD of 256 × 256.
@@ -129,21 +128,23 @@ def by_iteration(matrices: Array, rank: int) -> Triples:
     basis = xp.linalg.qr(matrices @ like(random, matrices)).Q
     for _ in range(3):
         basis = xp.linalg.qr(matrices @ (transposed @ basis)).Q
-    u, sigma, vh = rayleigh_ritz(matrices, basis)
-    return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
+    # Rayleigh–Ritz: the singular triples of Q Qᵀ R.
+    v, sigma, uh = xp.linalg.svd(transposed @ basis, full_matrices=False)
+    u = basis @ xp.matrix_transpose(uh)
+    return u[:, :, :rank], sigma[:, :rank], xp.matrix_transpose(v)[:, :rank, :]
 
 
 def by_krylov_spaces(matrices: Array, rank: int) -> Triples:
-    """Solve each matrix alone by `BlockGolubKahan`, to a thousandth: these are starts."""
+    """Solve each matrix alone by `Krylov`, to a thousandth: these are starts."""
     xp = namespace(matrices)
-    solver = BlockGolubKahan(tolerance=1e-3)
+    solver = Krylov(tolerance=1e-3)
     batch = range(int(matrices.shape[0]))
     triples = [_by_krylov_space(matrices[i, :, :], rank, solver) for i in batch]
     u, sigma, vh = (xp.stack(part, axis=0) for part in zip(*triples, strict=True))
     return u, sigma, vh
 
 
-def _by_krylov_space(matrix: Array, rank: int, solver: BlockGolubKahan) -> Triples:
+def _by_krylov_space(matrix: Array, rank: int, solver: Krylov) -> Triples:
     xp = namespace(matrix)
     p, q = matrix.shape
     # In double precision the solver's certificate needs no residual; in this shape the

@@ -1,15 +1,15 @@
-"""Singular triples of a batch of matrices: the steps that `BatchedKrylov` is put together from."""
+"""Matrices of one size that are solved together: the request, and one batched SVD."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lsrdecomp.arrays import (
     Array,
-    adjoint,
     as_double,
     as_floating,
     like,
@@ -21,14 +21,83 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.solver import ErrorKind, Solution, Status
-from lsrdecomp.solvers.svd.dense import required_rank, signed
+from lsrdecomp.solvers.iteration import SolveProgress
+from lsrdecomp.solvers.solver import (
+    ErrorKind,
+    Event,
+    Solution,
+    Solver,
+    Status,
+    Sweep,
+    validate_request,
+)
+from lsrdecomp.solvers.svd.singular_terms import as_sums, required_rank
+from lsrdecomp.targets.target import Dense
 
 if TYPE_CHECKING:
-    from lsrdecomp.kronecker.shape import KroneckerShape
-    from lsrdecomp.solvers.iteration import SolveProgress
+    from collections.abc import Callable
+
+SVD_CHUNK_ENTRIES = 2**16
+"""Entries of matrices whose SVDs are measured together: 512 KiB, which stay in a processor's
+cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """The request of one solve of a batch, after the checks of the contract."""
+
+    batch: Array  # (L, m, n)
+    shape: KroneckerShape
+    rank: int | None  # as it was requested
+    atol: float | None
+    max_terms: int
+    progress: SolveProgress
+
+    @classmethod
+    def of(
+        cls,
+        matrices: Any,
+        shape: KroneckerShape,
+        rank: int | None,
+        atol: float | None,
+        on_sweep: Callable[[Sweep], Any] | None,
+    ) -> BatchRequest:
+        """Check a request for two factors."""
+        batch = as_batch(matrices)
+        shape = KroneckerShape.parse(shape)
+        max_terms = validate_request(tuple(batch.shape[1:]), shape, rank, atol, order=2)
+        return cls(batch, shape, rank, atol, max_terms, SolveProgress(on_sweep))
+
+    def solve_alone(
+        self, position: int, solver: Solver, common_sweeps: tuple[Sweep, ...] = ()
+    ) -> Solution:
+        """Solve for one matrix of the batch by a solver, after common steps or without."""
+        n_earlier = len(self.progress.sweeps)
+        solution = self.progress.solve(
+            solver,
+            Dense(self.batch[position, :, :]),
+            self.shape,
+            rank=self.rank,
+            atol=self.atol,
+            event=Event.hand_over if common_sweeps else Event.start,
+        )
+        own_sweeps = self.progress.sweeps[n_earlier:]
+        sweeps = tuple(
+            replace(sweep, index=index)
+            for index, sweep in enumerate((*common_sweeps, *own_sweeps), 1)
+        )
+        solution = replace(solution, sweeps=sweeps)
+        # Terms below the rounding of the largest are none of the matrix.
+        terms = solution.approximation
+        weights = to_numpy(terms.weights)
+        floor = max(self.shape.sizes) * unit_roundoff("float64") * weights.max(initial=0.0)
+        n_above_rounding = int(np.sum(weights > floor))
+        if n_above_rounding < len(weights):
+            kept = terms.truncate(n_above_rounding)
+            solution = replace(solution, approximation=kept, relative_error=None)
+        return solution
 
 
 def as_batch(matrices: Any) -> Array:
@@ -45,15 +114,22 @@ def as_batch(matrices: Any) -> Array:
     return batch
 
 
-def truncated_svds(
-    batch: Array,
-    shape: KroneckerShape,
-    max_terms: int,
-    atol: float | None,
-    progress: SolveProgress,
-) -> list[Solution]:
-    """Take truncated SVDs in the precision of the input, without the terms that are rounding."""
+def truncated_svds(request: BatchRequest) -> list[Solution]:
+    """Take truncated SVDs, so many at a time that their arrays stay small."""
+    batch = request.batch
     require_finite(batch, "batch")
+    height = max(1, SVD_CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
+    solutions: list[Solution] = []
+    for start in range(0, batch.shape[0], height):
+        part = batch[start : min(start + height, batch.shape[0]), :, :]
+        request.progress.mark(Event.start)
+        solutions += _truncated_svds(part, request)
+    return solutions
+
+
+def _truncated_svds(batch: Array, request: BatchRequest) -> list[Solution]:
+    """Take truncated SVDs in the precision of the input, without the terms that are rounding."""
+    shape, max_terms, atol = request.shape, request.max_terms, request.atol
     operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
     u = u[:, :, :max_terms]
@@ -70,8 +146,8 @@ def truncated_svds(
     # SVDs 3: errors, measured.
     errors = relative_errors(operators, u, spectra, vh, n_terms)
     largest_error = float(np.max(errors))
-    progress.record(largest_error, objective=largest_error**2)
-    record = progress.sweeps[-1:]
+    request.progress.record(largest_error, objective=largest_error**2)
+    record = request.progress.sweeps[-1:]
     solutions = []
     sums = as_sums(u, sigma[:, :max_terms], vh, shape)
     for terms, rank, (_, status), error in zip(sums, n_terms, ends, errors, strict=True):
@@ -101,25 +177,3 @@ def relative_errors(
     residual_norms = to_numpy(xp.linalg.vector_norm(residual, axis=(1, 2)))
     errors: np.ndarray = residual_norms / np.linalg.norm(sigma, axis=1).clip(1.0)
     return errors
-
-
-def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
-    """Return singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
-    xp = namespace(u)
-    rank = int(sigma.shape[1])
-    (m, n), (p, q) = shape.factors
-    left, right = signed(xp.matrix_transpose(u), vh)
-    left = xp.reshape(left, (-1, rank, m, n))
-    right = xp.reshape(right, (-1, rank, p, q))
-    batch = range(int(sigma.shape[0]))
-    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in batch]
-
-
-def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
-    """Return the singular triples of Q Qᴴ R of each matrix, Q (L, p, k) with orthonormal columns.
-
-    Cost O((p + q)·k²) beside Qᴴ R.
-    """
-    xp = namespace(operators)
-    right, sigma, left = xp.linalg.svd(adjoint(operators) @ q, full_matrices=False)
-    return q @ adjoint(left), sigma, adjoint(right)

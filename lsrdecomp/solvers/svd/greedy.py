@@ -14,7 +14,8 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.iteration import IterationStep, SolveProgress, iterate
 from lsrdecomp.solvers.solver import Event, Solution, Solver, Status, Sweep, validate_request
-from lsrdecomp.solvers.svd.dense import SVD, as_matrix
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.singular_terms import as_matrix
 from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.target import Dense, Target
 
