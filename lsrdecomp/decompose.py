@@ -162,7 +162,7 @@ def decompose(
             _refuse_start_of_search(init)
             record = _in_best_shape(target, goal, solving, throw=throw)
         else:
-            if isinstance(shape, str) and shape == "balanced":
+            if _is_balanced(shape):
                 sizes = KroneckerShape.balanced(target.shape)
             else:
                 sizes = KroneckerShape.parse(shape, ("balanced", "search"), target.shape)
@@ -175,7 +175,7 @@ def decompose(
         message = _excess_numbers(record)
         if throw:
             raise ConvergenceError(message, record)
-    elif shape == "balanced" and 1 in record.kronecker_shape.sizes and min(record.shape) > 1:
+    elif _is_balanced(shape) and 1 in record.kronecker_shape.sizes and min(record.shape) > 1:
         message = (
             f"{record.kronecker_shape} is the whole matrix: {record.parameters:,} numbers for "
             f"{math.prod(record.shape):,}; where sides are prime see best_shape(matrix, pad=True)"
@@ -184,6 +184,10 @@ def decompose(
         # Tell the caller of `decompose`, which is wrapped once.
         warnings.warn(message, ConvergenceWarning, stacklevel=3)
     return record
+
+
+def _is_balanced(shape: Any) -> bool:
+    return isinstance(shape, str) and shape == "balanced"
 
 
 def _known_entries(matrix: Any, known: Any) -> KnownEntries:

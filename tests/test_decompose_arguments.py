@@ -108,7 +108,7 @@ def test_a_number_as_a_budget_is_shown_what_to_write(rng):
         ({"rank": 1, "storage": "flaot16"}, lsr.errors.PrecisionError, "did you mean 'float16'"),
         ({"rank": 1, "storage": "tf32"}, lsr.errors.PrecisionError, "no format 'tf32'"),
         ({"rtol": "0.1"}, lsr.errors.BudgetError, "rtol must be a number"),
-        ({"tol": 0.1}, lsr.errors.ArgumentError, "decompose takes no 'tol'; did you mean 'rtol'"),
+        ({"tol": 0.1}, lsr.errors.ArgumentError, "takes no 'tol': here it is rtol=0.1"),
         ({"rank": 1, "slover": "svd"}, TypeError, "did you mean 'solver'"),
     ],
 )

@@ -524,8 +524,8 @@ def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
 def _hermitian(array: np.ndarray) -> np.ndarray:
     """Return a Hermitian matrix with the lower triangle of a square one."""
     lower = np.tril(array) + 1j * np.tril(array + 1.0, -1)
-    upper: np.ndarray = np.tril(lower, -1).conj().T
-    return lower + upper
+    hermitian: np.ndarray = lower + np.tril(lower, -1).conj().T
+    return hermitian
 
 
 def _plain(arrays: Sequence[np.ndarray]) -> list[CornerArray]:
