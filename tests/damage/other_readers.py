@@ -63,8 +63,8 @@ def manifest(content: bytes, folder: Path) -> None:
     """The record of a fleet; what was read can be appended to and read again."""
     path = folder / MANIFEST
     path.write_bytes(content)
-    held = Manifest(path, PLAN).outcomes
-    assert Manifest(path, PLAN).outcomes == held
+    held = Manifest(path, PLAN).recorded
+    assert Manifest(path, PLAN).recorded == held
 
 
 @reader(
