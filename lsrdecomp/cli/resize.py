@@ -73,7 +73,7 @@ def resize(
     One that fails does not stop the others; `LsrError` at the end says which did.
     """
     out = outputs.out
-    if out is None:
+    if out is None and not outputs.dry_run:
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
     figures: list[dict[str, object]] = []
     if len(files) == 1:
@@ -84,7 +84,7 @@ def resize(
         for file in files:
             try:
                 checkpoint = opening.open(file)
-                path = out / file.name
+                path = None if out is None else out / file.name
                 figures += _resize_adapter(checkpoint, requests, path, outputs, display)
             except LsrError as error:
                 failed.append(file.name)
@@ -99,7 +99,7 @@ def resize(
 def _resize_adapter(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
-    out: Path,
+    out: Path | None,
     outputs: Outputs,
     display: Display,
 ) -> list[dict[str, object]]:
@@ -121,7 +121,7 @@ def _resize_adapter(
 
 
 def _paths(
-    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path, outputs: Outputs
+    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path | None, outputs: Outputs
 ) -> Sequence[Path | None]:
     """Return where each plan is written, none for a dry run, after a check that it can be.
 
@@ -134,7 +134,7 @@ def _paths(
             "by --out, with --to same for a plain LoRA",
             path=checkpoint.path,
         )
-    if outputs.dry_run:
+    if outputs.dry_run or out is None:
         return [None] * len(plans)
     paths = [out]
     if len(plans) > 1:

@@ -301,9 +301,36 @@ def nearest_grouped_codes(
     n_rows, size = rows.shape
     n_groups = group_count(size, group)
     width = group if n_groups > 1 else size
-    padded = np.zeros((n_rows, n_groups * width))
-    padded[:, :size] = rows
-    grouped = padded.reshape(n_rows, n_groups, width)
+    codes = np.zeros((n_rows, n_groups * width), dtype=np.int8)
+    steps = np.zeros((n_rows, n_groups), dtype=np.uint8)
+    units = np.zeros(n_rows)
+    # Some rows at a time, which a processor's cache holds.
+    at_once = max(1, BLOCK_NUMBERS // max(1, size))
+    for start in range(0, n_rows, at_once):
+        part = slice(start, start + at_once)
+        padded = rows[part]
+        if n_groups * width > size:
+            padded = np.zeros((len(padded), n_groups * width))
+            padded[:, :size] = rows[part]
+        grouped = padded.reshape(len(padded), n_groups, width)
+        steps[part], units[part] = _grouped_codes(grouped, bits, codes[part].reshape(grouped.shape))
+    if n_groups == 1:
+        units = units * step_values(steps[:, 0])
+        steps = steps[:, :0]
+    return codes[:, :size], steps, units
+
+
+BLOCK_NUMBERS = 2**16
+"""Numbers that are rounded at a time: their copies fit into a cache of a megabyte."""
+
+
+def _grouped_codes(
+    grouped: NDArray[np.float64], bits: int, codes: Codes
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Write the codes of some rows, (s, groups, p), and return their steps and units.
+
+    Numbers are compared in single precision: a code is a number of eight bits.
+    """
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     # 1. The step of each group that brings its largest number to the lowest code, and its exponent
     #    below the largest of these in its row.
@@ -317,27 +344,44 @@ def nearest_grouped_codes(
     below = np.where(ends > 0.0, below, MAX_STEP_EXPONENT)
     signs = np.where(is_negative_step, -1.0, 1.0)
     inverse_units = np.divide(1.0, units, out=np.zeros_like(units), where=units > 0.0)
-    scaled = grouped * (signs * inverse_units[:, None])[:, :, None]
+    scaled = np.empty(grouped.shape, dtype=np.float32)
+    factors = (signs * inverse_units[:, None])[:, :, None]
+    np.multiply(grouped, factors, out=scaled, casting="same_kind")
     # 2. Of some steps the one of least error.
     best_error = np.full(ends.shape, np.inf)
-    best_codes = np.zeros_like(scaled)
     best_exponents = np.full(ends.shape, float(MAX_STEP_EXPONENT))
+    in_steps = np.empty_like(scaled)
+    rounded = np.empty_like(scaled)
     for shift in CLIP_SHIFTS.get(bits, FEW_CLIP_SHIFTS):
         exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
-        sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)[:, :, None]
-        codes = np.clip(np.rint(scaled / sizes), lowest, highest)
-        residual = scaled - sizes * codes
-        error = np.einsum("sgp,sgp->sg", residual, residual)
+        sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)
+        np.multiply(scaled, (1.0 / sizes).astype(np.float32)[:, :, None], out=in_steps)
+        np.rint(in_steps, out=rounded)
+        np.clip(rounded, lowest, highest, out=rounded)
+        in_steps -= rounded
+        error = sizes**2 * np.einsum("sgp,sgp->sg", in_steps, in_steps)
         is_better = error < best_error
         best_error = np.where(is_better, error, best_error)
         best_exponents = np.where(is_better, exponents, best_exponents)
-        best_codes = np.where(is_better[:, :, None], codes, best_codes)
+        np.copyto(codes, rounded, casting="unsafe", where=is_better[:, :, None])
     steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
-    flat_codes = best_codes.reshape(n_rows, n_groups * width)[:, :size]
-    if n_groups == 1:
-        units = units * step_values(steps[:, 0])
-        steps = steps[:, :0]
-    return flat_codes.astype(np.int8), steps, units
+    return steps, units
+
+
+def with_steps(codes: Codes, steps: NDArray[np.uint8], group: int) -> NDArray[np.float64]:
+    """Return codes (s, p) times the steps of their groups.
+
+    >>> with_steps(np.array([[1, 1, 1]], dtype=np.int8), np.array([[0, 16]], dtype=np.uint8), 2)
+    array([[1. , 1. , 0.5]])
+    """
+    values = codes.astype(np.float64)
+    if steps.shape[-1]:
+        whole = values.shape[1] // group
+        step = step_values(steps)
+        in_groups = values[:, : whole * group].reshape(len(values), whole, group)
+        in_groups *= step[:, :whole, None]
+        values[:, whole * group :] *= step[:, whole:]
+    return values
 
 
 def step_values(steps: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -418,8 +462,17 @@ def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
 
     They are offset to be unsigned, most significant bit first.
     """
-    unsigned = (codes.reshape(-1).astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
-    return np.packbits(np.unpackbits(unsigned[:, None], axis=1)[:, 8 - bits :])
+    flat = codes.reshape(-1)
+    # Eight codes make a number of so many bytes; those of the last are filled up by zero bits.
+    eights = np.zeros((-(-flat.size // 8), 8), dtype=np.uint64)
+    eights.reshape(-1)[: flat.size] = (flat.view(np.uint8) + np.uint8(2 ** (bits - 1))) & np.uint8(
+        2**bits - 1
+    )
+    numbers = np.zeros(len(eights), dtype=np.uint64)
+    for place in range(8):
+        numbers = (numbers << np.uint64(bits)) | eights[:, place]
+    packed = numbers.astype(">u8").view(np.uint8).reshape(-1, 8)[:, 8 - bits :]
+    return np.ascontiguousarray(packed).reshape(-1)[: packed_size(flat.size, bits)]
 
 
 def packed_size(count: int, bits: int) -> int:

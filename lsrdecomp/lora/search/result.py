@@ -18,7 +18,7 @@ from lsrdecomp.lora.files import Checkpoint, write_lsr
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.provenance import REPORT, read_provenance
 from lsrdecomp.lora.search.candidates import StoredSummary
-from lsrdecomp.lora.search.plan import GOALS, STORAGES, CompressionPlan
+from lsrdecomp.lora.search.plan import CompressionPlan, goals_of
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
@@ -29,10 +29,16 @@ if TYPE_CHECKING:
     from lsrdecomp.formats.stored import Stored
     from lsrdecomp.lora.search.candidates import Materialized
     from lsrdecomp.lora.search.layers import Layer
+    from lsrdecomp.lora.search.plain_svd import PlainForm
 
 FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
 
+
+CLEARLY_NEARER = 0.95
+"""Another storage is named if its error is below this factor of the present one's."""
+HEADER_ROOM = 64
+"""Bytes of the header that are allowed for each layer where a number of bytes is proposed."""
 
 MIN_FILL = 0.99
 """A file that has this share of the bytes of a plan fills them; by hand."""
@@ -50,9 +56,10 @@ class Compression:
     chosen : tuple of Materialized
         The factors of each layer.
     low_rank_error : float, optional
-        Relative error of the best truncated SVD for the same budget, in the plan's norm. With
-        `has_plain_rival` that of plain truncated SVD in integers, in as many bytes
-        (`lsrdecomp.lora.search.plain_svd`).
+        Relative error of the best truncated SVD for the same budget, in the plan's norm.
+    plain_form : PlainForm, optional
+        Absent, that is truncated SVD with as many parameters; else plain truncated SVD in as many
+        bytes, in this form, the best of all (`lsrdecomp.lora.search.plain_svd`).
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
@@ -96,6 +103,7 @@ class Compression:
     layers: tuple[LayerReport, ...]
     chosen: tuple[Materialized, ...] = field(repr=False)
     low_rank_error: float | None = None
+    plain_form: PlainForm | None = None
     effect: float | None = None
     fidelity: Any = None
     tried: tuple[Any, ...] = ()
@@ -126,16 +134,16 @@ class Compression:
         return self.totals.missed == 0
 
     @property
-    def has_plain_rival(self) -> bool:
-        """True if ``low_rank_error`` is that of plain truncated SVD in integers.
+    def better_bytes(self) -> int | None:
+        """Bytes, for a plan of bytes, in which another storage keeps more than this one.
 
-        So it is for a storage in integers, and for ``"auto"`` where bytes are counted: otherwise
-        it takes float16.
+        None where the storage was chosen by bytes, and where no other keeps more.
         """
-        plan = self.plan
-        if plan.storage == "auto":
-            return plan.bytes is not None
-        return plan.storage in STORAGES
+        if self.plain_form is None or self.low_rank_error is None or self.plan.bytes is not None:
+            return None
+        if self.low_rank_error >= CLEARLY_NEARER * self.error:
+            return None
+        return self.totals.bytes + self.source.extra_bytes + HEADER_ROOM * len(self.layers)
 
     @property
     def unfilled(self) -> str | None:
@@ -205,12 +213,14 @@ class Compression:
         """Return goal, sizes and errors in a few lines, and what to do next."""
         total = self.totals
         plan = self.plan.to_json()
-        goal = next(name for name in GOALS if name in plan)
+        (goal,) = goals_of(plan)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
         norm = "Frobenius" if total.functional_error is None else "Fisher"
         svd = ""
-        if total.low_rank_error is not None:
-            which = "plain" if self.has_plain_rival else "best"
+        if self.better_bytes is not None:
+            svd = f"; {self._better_storage(f'bytes={self.better_bytes}')}"
+        elif total.low_rank_error is not None:
+            which = "best" if self.plain_form is None else "plain"
             svd = f"; {which} truncated SVD of that size {total.low_rank_error:.3g}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
@@ -240,16 +250,30 @@ class Compression:
             yield self._fisher_sentence(unit)
         else:
             yield f"{text}, measured on the stored numbers."
-        if total.low_rank_error is not None:
+        if self.plain_form is not None and self.better_bytes is None:
+            yield (
+                f"Truncated SVD in as many bytes: {total.low_rank_error:.3g} in the same norm "
+                f"({self.plain_form.name}, the best of its storages)."
+            )
+        elif self.plain_form is None and total.low_rank_error is not None:
             rival = "Truncated SVD with as many parameters"
-            if self.has_plain_rival:
-                rival = "Truncated SVD with group-wise integers, in as many bytes"
-            elif self.plan.bytes is not None:
+            if self.plan.bytes is not None:
                 rival = "Truncated SVD in as many bytes"
             elif self.plan.rtol is not None or self.plan.kl is not None:
                 rival = "Truncated SVD at the same budget"
             yield f"{rival}: {total.low_rank_error:.3g} in the same norm."
         yield from self._solved_sentence()
+        if self.better_bytes is not None:
+            better = self._better_storage(f"--bytes {self.better_bytes}")
+            yield f"{better[0].upper()}{better[1:]}."
+
+    def _better_storage(self, request: str) -> str:
+        """Return what a storage that is chosen by bytes keeps, and how it is requested."""
+        assert self.plain_form is not None
+        return (
+            f"in {self.plain_form.storage} the same bytes leave an error of "
+            f"{self.low_rank_error:.3g}, not {self.error:.3g}: {request}"
+        )
 
     def _solved_sentence(self) -> Iterator[str]:
         """Yield in how many layers LSR products were solved, unless that is in all."""
@@ -258,8 +282,8 @@ class Compression:
             yield self._structure_sentence()
         elif self.solved_layers == 0:
             yield (
-                f"Truncated SVD in all {layers} layers: no LSR product is nearer in this norm, as "
-                "their singular values and vectors tell, so none was solved."
+                f"Truncated SVD in all {layers} layers, for which no LSR product was solved: "
+                "without a base only the weights can be matched."
             )
         elif self.solved_layers is not None and self.solved_layers < layers:
             yield (

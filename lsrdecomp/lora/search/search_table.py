@@ -278,7 +278,7 @@ class SearchTable:
         if predicted:
             row += self._in_predicted_widths(i, row, predicted, budget, losses)
         for entry, candidate in row:
-            if budget.allows(candidate):
+            if budget.allows(candidate, self.layers[i].rank):
                 yield entry, candidate
 
     def _in_storage(self, i: int, entry: TableEntry, storage: str, budget: Budget) -> Candidate:

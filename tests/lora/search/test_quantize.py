@@ -250,7 +250,7 @@ def test_the_largest_number_of_a_group_has_the_side_with_one_code_more() -> None
 def test_components_are_priced_as_they_are_coded(rng: np.random.Generator) -> None:
     layer = Layer.of("q", pair(rng))
     svd = _svd(layer)
-    levels = water_fill(layer, *svd)[9]
+    levels = water_fill(layer)[9]
     code, squared_error = ComponentCodes(layer, svd).priced(levels)
     bits, groups = zip(*levels, strict=True)
     again = spectral_code(layer, svd, bits, groups, rounds=0)
@@ -266,7 +266,7 @@ def test_finer_groups_are_taken_where_a_byte_does_more_there_than_in_the_next_co
     for sizes in (flat, steep):
         left, right = rng.standard_normal((192, 6)), rng.standard_normal((6, 192))
         layer = Layer.of("q", LowRank(left * sizes, right))
-        levels = equal_width_levels(layer, *_svd(layer), 4, 3)
+        levels = equal_width_levels(layer, 4, 3)
         assert [bits for bits, _ in levels] == [4, 4, 4]
         chosen.append([group for _, group in levels])
     assert min(chosen[0]) > max(chosen[1][:2])
@@ -287,12 +287,12 @@ def test_water_filling_spends_bits_where_they_count(
     assert sizes == sorted(sizes)
     assert errors[0] < layer.squared_norm
     assert errors[-1] < 1e-3 * layer.squared_norm
-    filled = water_fill(layer, *_svd(layer))
+    filled = water_fill(layer)
     bits = [[width for width, _ in levels] for levels in filled]
     assert all(sum(late) >= sum(early) for early, late in pairwise(bits))
     if not weighted:  # equal noise in all components: more bits to larger ones
         assert all(widths == sorted(widths, reverse=True) for widths in bits)
-    limited = water_fill(layer, *_svd(layer), 4)
+    limited = water_fill(layer, 4)
     assert max(width for levels in limited for width, _ in levels) == 4
     assert all(width == 4 for width, _ in limited[-1])
 
