@@ -57,9 +57,6 @@ class Compression:
         The factors of each layer.
     low_rank_error : float, optional
         Relative error of the best truncated SVD for the same budget, in the plan's norm.
-    plain_form : PlainForm, optional
-        Absent, that is truncated SVD with as many parameters; else plain truncated SVD in as many
-        bytes, in this form, the best of all (`lsrdecomp.lora.search.plain_svd`).
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
@@ -74,6 +71,9 @@ class Compression:
     solved_layers : int, optional
         Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
         told by their singular values and vectors (`lsrdecomp.lora.search.effort.Screening`).
+    plain_form : PlainForm, optional
+        If present, ``low_rank_error`` is that of plain truncated SVD in as many bytes and this
+        form, the best of all; else it is with as many parameters.
     notes : tuple of str
         What makes the result doubtful, such as texts that are unlike those of the statistics.
     settings : Mapping
@@ -103,7 +103,6 @@ class Compression:
     layers: tuple[LayerReport, ...]
     chosen: tuple[Materialized, ...] = field(repr=False)
     low_rank_error: float | None = None
-    plain_form: PlainForm | None = None
     effect: float | None = None
     fidelity: Any = None
     tried: tuple[Any, ...] = ()
@@ -113,6 +112,7 @@ class Compression:
     file_bytes: int | None = None
     is_nearest: bool = False
     solved_layers: int | None = None
+    plain_form: PlainForm | None = None
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     resolved: Mapping[str, str] = field(default_factory=dict, repr=False)
