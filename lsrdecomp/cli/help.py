@@ -34,7 +34,7 @@ EXAMPLES = {
 
 PANELS = {
     "compress": {
-        "Goal": "keep ratio params bytes rtol energy max-rank min-rank",
+        "Goal": "keep ratio bytes rtol max-rank",
         "Measure": "base data calibrated distil",
         "Store": "storage",
         "Output": "out report json dry-run force",

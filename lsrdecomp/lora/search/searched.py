@@ -324,7 +324,11 @@ class SearchedAdapter:
                     "every layer of the adapter is zero: it does nothing, and there is nothing to "
                     "keep"
                 )
-            raise BudgetError("nothing of the adapter fits into this budget; allow more")
+            way = "allow more"
+            if isinstance(self.table, PlainTable):
+                least = min(sum(layer.shape) for layer in self.layers)
+                way += f" ({least:,} parameters are one component), or ask for structure lsr"
+            raise BudgetError(f"nothing of the adapter fits into this budget; {way}")
         chosen = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
         return Compression(
             self.checkpoint,
