@@ -105,7 +105,7 @@ def best_plain_svd(
     squared_norm = math.fsum(float(square.sum()) for square in squares)
     if squared_norm == 0.0:
         return None
-    # 1. The ranks of each form within the bytes, and what cutting and rounding are expected to lose.
+    # 1. The ranks of each form within the bytes, and what is expected to be lost.
     ranks = {}
     cut = {}
     rounding = {}

@@ -25,7 +25,7 @@ from lsrdecomp.fields import (
     whole_number,
 )
 from lsrdecomp.lora.files.progress import ProgressUpdate as ProgressUpdate
-from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits, Screening
+from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -437,8 +437,6 @@ class Search:
     shapes : Mapping of layer name to configuration, optional
         Shapes of the layers of another adapter. They, and the commonest of them for each size of
         layer, are solved in place of the grid and its neighbours; see `Search.like`.
-    screening : Screening
-        Layers that are left out because truncated SVD is better.
 
     Examples
     --------
@@ -451,7 +449,6 @@ class Search:
     inner_rank: int = 8
     sweeps: int = 40
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
-    screening: Screening = field(default_factory=Screening)
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:

@@ -70,7 +70,7 @@ class Compression:
         Whether nothing that was tried is nearer, however much the plan allows.
     solved_layers : int, optional
         Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
-        told by their singular values and vectors (`lsrdecomp.lora.search.effort.Screening`).
+        as their singular values tell (`lsrdecomp.lora.search.screening`).
     plain_form : PlainForm, optional
         If present, ``low_rank_error`` is that of plain truncated SVD in as many bytes and this
         form, the best of all; else it is with as many parameters.
@@ -288,7 +288,7 @@ class Compression:
         elif self.solved_layers is not None and self.solved_layers < layers:
             yield (
                 f"LSR products were solved for {self.solved_layers} of {layers} layers; in the "
-                "others truncated SVD is nearer, as their singular values and vectors tell."
+                "others truncated SVD is nearer, as their singular values tell."
             )
 
     def _structure_sentence(self) -> str:

@@ -100,10 +100,8 @@ def test_every_result_is_reported_beside_the_best_of_all_storages(goal, storage)
     lines = [text for text in result.sentences() if f"{rival:.3g}" in text]
     if result.better_bytes is None:
         assert result.error <= rival or "bytes" not in goal
-        assert lines == [
-            f"Truncated SVD in as many bytes: {rival:.3g} in the same norm ({form.name}, the best "
-            "of its storages)."
-        ]
+        text = f"Truncated SVD in as many bytes: {rival:.3g} in the same norm"
+        assert lines == [f"{text} ({form.name}, the best of its storages)."]
     else:  # the line says how to have it, which is true
         assert "bytes" not in goal
         assert lines == [list(result.sentences())[-1]]
