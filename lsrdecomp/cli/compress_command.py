@@ -284,8 +284,8 @@ def _show(result: Compression, json: Path | None, display: Display, unit: str) -
     plan = result.plan
     tables.say(
         f"{total.missed} of {total.layers} layers stay above {plan.layer_rtol:.4g} in "
-        f"{plan.storage}: {total.worst_layer} reaches {total.worst_error:.3g}. Nothing was written; "
-        f"{_ways_to_meet_tolerance(result)}."
+        f"{plan.storage}: {total.worst_layer} reaches {total.worst_error:.3g}. "
+        f"Nothing was written; {_ways_to_meet_tolerance(result)}."
     )
 
 

@@ -28,6 +28,9 @@ LARGEST_SQUARES = {32: 5.7, 64: 6.9, 128: 8.2}
 """Expected square of the largest of so many Gaussian numbers, which share a scale; the group sizes
 that others use."""
 
+FLOAT16_NOISE = 2e-8
+"""Squared error of Gaussian numbers in float16, relative to them."""
+
 SCALE_BYTES = 2
 
 NEARLY_BEST = 1.4
@@ -61,7 +64,7 @@ class PlainForm:
     def noise(self) -> float:
         """Expected squared error of both sides of a component, relative to it."""
         if not self.group:
-            return 0.0
+            return 2.0 * FLOAT16_NOISE
         return 2.0 * LARGEST_SQUARES[self.group] / (12.0 * FORMATS[self.storage].top ** 2)
 
     def bytes(self, shape: tuple[int, int]) -> int:
@@ -195,13 +198,12 @@ def ranks_within(
 
 def _squared_error(layer: Layer, rank: int, form: PlainForm) -> float:
     """Return the squared error of a layer's truncated SVD in a form, in its norm."""
-    if rank == 0 or not form.group:
-        sigma = to_numpy(layer.gauge[1])
-        return float(np.sum(sigma[rank:] ** 2))
+    if rank == 0:
+        return layer.squared_norm
     u, sigma, vh = layer_svd(layer, rank)
     root = np.sqrt(sigma)
-    left = rounded_in_groups((u * root).T, form.bits, form.group).T
-    right = rounded_in_groups(root[:, None] * vh, form.bits, form.group).T
+    left = _rounded((u * root).T, form).T
+    right = _rounded(root[:, None] * vh, form).T
     # ‖ΔW‖² − 2⟨ΔW, Ŵ⟩ + ‖Ŵ‖².
     pair = layer.pair
     weighted_left = layer.norms.output.apply(left)
@@ -209,6 +211,14 @@ def _squared_error(layer: Layer, rank: int, form: PlainForm) -> float:
     cross = (to_numpy(pair.left).T @ weighted_left) * (to_numpy(pair.right) @ weighted_right)
     square = (left.T @ weighted_left) * (right.T @ weighted_right)
     return max(0.0, layer.squared_norm - 2.0 * float(cross.sum()) + float(square.sum()))
+
+
+def _rounded(rows: Doubles, form: PlainForm) -> Doubles:
+    """Return rows in a form."""
+    if form.group:
+        return rounded_in_groups(rows, form.bits, form.group)
+    unit = 2.0 ** math.frexp(float(np.max(np.abs(rows), initial=0.0)))[1]
+    return unit * (rows / unit).astype(np.float16).astype(np.float64)
 
 
 def rounded_in_groups(rows: Doubles, bits: int, group: int) -> Doubles:

@@ -58,6 +58,7 @@ from lsrdecomp.targets.residual import pair_distance
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from lsrdecomp.arrays import Array
     from lsrdecomp.formats.quantized import SpectralCode
     from lsrdecomp.formats.stored import FloatProduct
     from lsrdecomp.lora.files.progress import OnStep
@@ -304,13 +305,15 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
         vectors = own_vectors(layer) if is_own else layer_svd(layer, candidate.rank)
         levels = list(zip(candidate.bits, candidate.groups, strict=True))
         stored, loss = ComponentCodes(layer, vectors).code(levels)
-    else:
+    elif isinstance(candidate, KeepCandidate):
         pair = layer.pair
-        is_whole = isinstance(candidate, KeepCandidate)
-        sides = (pair.left, pair.right) if is_whole else layer.truncated(candidate.rank)
-        stored = stored_pair(*sides, candidate.storage)
-        left, right = (side[0][0].astype(np.float64) for side in (stored.left, stored.right))
-        loss = pair_distance(pair.left, pair.right.T, left, right.T) ** 2
+        stored, loss = _rounded(layer, (pair.left, pair.right), candidate.storage)
+        if loss > 0.0:  # singular vectors may lose less by rounding
+            other, other_loss = _rounded(layer, layer.truncated(candidate.rank), candidate.storage)
+            if other_loss < loss:
+                stored, loss = other, other_loss
+    else:
+        stored, loss = _rounded(layer, layer.truncated(candidate.rank), candidate.storage)
     summary = StoredSummary(
         str(stored.shape),
         (1, 1),
@@ -321,6 +324,14 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     )
     made = replace(candidate, bytes=stored.bytes, storage=stored.storage, squared_error=float(loss))
     return Materialized(made, cache.put(stored), summary)
+
+
+def _rounded(layer: Layer, sides: tuple[Array, Array], storage: str) -> tuple[FloatProduct, float]:
+    """Return both sides in a floating type, and their squared error."""
+    stored = stored_pair(*sides, storage)
+    left, right = (to_numpy(side[0][0]).astype(np.float64) for side in (stored.left, stored.right))
+    pair = layer.pair
+    return stored, pair_distance(pair.left, pair.right.T, left, right.T) ** 2
 
 
 def _condition(sigma: Doubles) -> float:
