@@ -262,11 +262,18 @@ STEPS_PER_OCTAVE = 16
 MAX_STEP_EXPONENT = 127
 """Largest power of 2^(−1/16) of a step; it takes seven bits, and the sign the eighth."""
 
-CLIP_SHIFTS = {2: (0, 4, 8, 12, 16), 3: (0, 3, 6, 9, 12)}
+CLIP_SHIFTS = {
+    2: (0, 4, 8, 12, 16),
+    3: (0, 3, 6, 9, 12),
+    4: (-1, 0, 2, 4, 6),
+    5: (-1, 0, 2, 4),
+    6: (-1, 0, 2),
+    7: (-1, 0),
+    8: (-1, 0),
+}
 """Steps that are tried for a group by the bits of its codes, in sixteenths of an octave below the
-one that brings the largest number to the end of the range. By hand."""
-FEW_CLIP_SHIFTS = (0, 2, 4, 6)
-"""The same for more bits, which pay less for clipping."""
+one that brings the largest number to the end of the range. By hand: few bits pay for clipping, and
+many are lost by it, so that the next larger step is tried too, which clips nothing."""
 
 
 def nearest_grouped_codes(
@@ -352,7 +359,7 @@ def _grouped_codes(
     best_exponents = np.full(ends.shape, float(MAX_STEP_EXPONENT))
     in_steps = np.empty_like(scaled)
     rounded = np.empty_like(scaled)
-    for shift in CLIP_SHIFTS.get(bits, FEW_CLIP_SHIFTS):
+    for shift in CLIP_SHIFTS[bits]:
         exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
         sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)
         np.multiply(scaled, (1.0 / sizes).astype(np.float32)[:, :, None], out=in_steps)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
-from lsrdecomp.formats.quantized import COMPONENT_BYTES, WHOLE
+from lsrdecomp.formats.number_formats import step_count
+from lsrdecomp.formats.quantized import COMPONENT_BYTES
 from lsrdecomp.lora.files.progress import Counter
 from lsrdecomp.lora.search.candidates import (
     MAX_CODE_SIZES,
@@ -48,7 +48,7 @@ from lsrdecomp.lora.search.spectral_codes import (
     ComponentCodes,
     equal_width_levels,
     layer_svd,
-    own_pair_loss,
+    own_pair_losses,
     own_vectors,
     water_fill,
 )
@@ -418,16 +418,19 @@ def _of_one_width(layer: Layer, bits: int) -> Offers:
 
 
 def _own_pair(layer: Layer) -> Offers:
-    """Return codes of eight bits of the pair's own columns and rows."""
-    rank, loss = own_pair_loss(layer)
-    n_bytes = float(rank * (sum(layer.shape) + LEVEL_COST) + 1)
-    codes = _codes(layer, [(MAX_BITS, WHOLE)] * rank, n_bytes, loss)
-    return Offers(
-        np.array([rank]),
-        np.array([n_bytes]),
-        np.array([loss]),
-        partial(lambda candidate, _: candidate, replace(codes, unrotated=True)),
-    )
+    """Return codes of eight bits of the pair's own columns and rows, for each of `GROUPS`."""
+    rank, losses = own_pair_losses(layer)
+    n_bytes = []
+    for group in GROUPS:
+        steps = sum(step_count(size, group) for size in layer.shape)
+        n_bytes.append(rank * (sum(layer.shape) + steps + LEVEL_COST) + 1.0)
+
+    def make(k: int) -> Candidate:
+        levels = [(MAX_BITS, GROUPS[k])] * rank
+        return replace(_codes(layer, levels, n_bytes[k], losses[k]), unrotated=True)
+
+    ranks = np.full(len(GROUPS), rank)
+    return Offers(ranks, np.array(n_bytes), np.array(losses), make)
 
 
 def _codes(

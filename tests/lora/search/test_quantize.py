@@ -44,6 +44,7 @@ from lsrdecomp.lora.search.spectral_codes import (
     GROUPS,
     ComponentCodes,
     equal_width_levels,
+    own_pair_losses,
     spectral_code,
     svd_code,
     water_fill,
@@ -209,6 +210,23 @@ def test_the_table_of_gaussian_distortion_is_what_the_codes_do() -> None:
             scale = np.sum(rows * values, axis=1) / np.sum(values**2, axis=1)
             lost = np.sum((rows - scale[:, None] * values) ** 2) / np.sum(rows**2)
             assert lost == pytest.approx(error, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 48, 1000, 1024])
+def test_what_the_own_pair_is_expected_to_lose_is_what_steps_of_its_groups_lose(size, rng) -> None:
+    pair = LowRank(rng.standard_normal((size, 3)), rng.uniform(-1.0, 1.0, (3, 40)))
+    count, losses = own_pair_losses(Layer.of("q", pair))
+    assert count == 3
+    squares = [np.sum(side**2, axis=0) for side in (pair.left, pair.right.T)]
+    for group, loss in zip(GROUPS, losses, strict=True):
+        noises = [
+            sum(
+                len(part) * (np.abs(part).max(axis=0) / 128) ** 2 / 12
+                for part in np.split(side, range(group, len(side), group))
+            )
+            for side in (pair.left, pair.right.T)
+        ]
+        assert loss == pytest.approx(noises[0] @ squares[1] + noises[1] @ squares[0])
 
 
 def grouped_values(rows: np.ndarray, bits: int, group: int) -> np.ndarray:
