@@ -37,6 +37,8 @@ NEARLY_BEST = 1.4
 """Forms are rounded on a sample if their expected error is at most this many times the least:
 uniform numbers, as LoRA starts from, lose half of what Gaussian ones do."""
 
+MEASURED_NUMBERS = 2**24
+"""Largest adapter of which all layers are measured, a second for each form."""
 SAMPLE_NUMBERS = 2**19
 """Numbers of layers from all depths of the network on which these forms are compared."""
 

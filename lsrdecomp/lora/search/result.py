@@ -18,7 +18,8 @@ from lsrdecomp.lora.files import Checkpoint, write_lsr
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.provenance import REPORT, read_provenance
 from lsrdecomp.lora.search.candidates import StoredSummary
-from lsrdecomp.lora.search.plan import CompressionPlan, goals_of
+from lsrdecomp.lora.search.plain_svd import MEASURED_NUMBERS
+from lsrdecomp.lora.search.plan import STORAGES, CompressionPlan, goals_of
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
@@ -134,6 +135,16 @@ class Compression:
         return self.totals.missed == 0
 
     @property
+    def estimates_plain_svd(self) -> bool:
+        """True if plain truncated SVD in as many bytes is estimated from a sample of layers.
+
+        So it is beside floats, whose storage was not chosen by bytes, and for large adapters.
+        """
+        is_small = self.source.adapter_parameters <= MEASURED_NUMBERS
+        in_bytes = self.plan.bytes is not None or self.plan.storage in STORAGES
+        return not (is_small and in_bytes)
+
+    @property
     def better_bytes(self) -> int | None:
         """Bytes, for a plan of bytes, in which another storage keeps more than this one.
 
@@ -221,7 +232,7 @@ class Compression:
             svd = f"; {self._better_storage(f'bytes={self.better_bytes}')}"
         elif total.low_rank_error is not None:
             which = "best" if self.plain_form is None else "plain"
-            svd = f"; {which} truncated SVD of that size {total.low_rank_error:.3g}"
+            svd = f"; {which} truncated SVD of that size {self._rival_error}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
             f"Compression of {self.source.path.name}, {goal} = {plan[goal]:,}\n"
@@ -252,7 +263,7 @@ class Compression:
             yield f"{text}, measured on the stored numbers."
         if self.plain_form is not None and self.better_bytes is None:
             yield (
-                f"Truncated SVD in as many bytes: {total.low_rank_error:.3g} in the same norm "
+                f"Truncated SVD in as many bytes: {self._rival_error} in the same norm "
                 f"({self.plain_form.name}, the best of its storages)."
             )
         elif self.plain_form is None and total.low_rank_error is not None:
@@ -271,9 +282,15 @@ class Compression:
         """Return what a storage that is chosen by bytes keeps, and how it is requested."""
         assert self.plain_form is not None
         return (
-            f"in {self.plain_form.storage} the same bytes leave an error of "
-            f"{self.low_rank_error:.3g}, not {self.error:.3g}: {request}"
+            f"in {self.plain_form.storage} the same bytes leave an error of {self._rival_error}, "
+            f"not {self.error:.3g}: {request}"
         )
+
+    @property
+    def _rival_error(self) -> str:
+        """The error of truncated SVD, with a word if it is an estimate."""
+        is_estimate = self.plain_form is not None and self.estimates_plain_svd
+        return f"{'about ' if is_estimate else ''}{self.low_rank_error:.3g}"
 
     def _solved_sentence(self) -> Iterator[str]:
         """Yield in how many layers LSR products were solved, unless that is in all."""

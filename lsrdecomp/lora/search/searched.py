@@ -161,7 +161,7 @@ def search_adapter(
     asks_for_shapes = any(plan.structure is not None for plan in searched_for)
     table: SearchTable | PlainTable | None = None
     if budgets and statistics is None and search is None and not asks_for_shapes:
-        table = PlainTable(layers, storages.pop(), cache, resources.on_step)
+        table = PlainTable(layers, storages.pop(), cache, budgets, resources.on_step)
     elif budgets:
         table = search_layers(
             layers,
@@ -242,8 +242,8 @@ class SearchedAdapter:
             return result
         if not is_plain and not in_bytes:
             return result
-        # Beside floats, whose storage was not chosen by bytes, an estimate tells enough.
-        best = best_plain_svd(self.layers, result.totals.bytes, measured=in_bytes)
+        measured = not result.estimates_plain_svd
+        best = best_plain_svd(self.layers, result.totals.bytes, measured=measured)
         if best is None:
             return replace(result, low_rank_error=None)
         return replace(result, low_rank_error=best[0], plain_form=best[1])

@@ -72,6 +72,10 @@ MAX_TRIES = 6
 """Times that a layer is rounded until it is within its tolerance as written. Each asks for a loss
 that is smaller by what the last one missed, and the last for the nearest there is."""
 
+OWN_PAIR_SHARE = 0.25
+"""Least budget with room for own pairs, as a share of a byte or parameter for each of the LoRA's:
+with less, hardly any layer keeps all its components in eight bits."""
+
 MAX_SIZES = 2**15
 """Sizes in bits that all layers offer together, where each has more than `MAX_CODE_SIZES`: an
 allocation looks at every one of them."""
@@ -137,6 +141,8 @@ class PlainTable:
         Element types that each layer may choose from.
     cache : SpillCache
         Keeps factors.
+    budgets : sequence of Budget
+        The budgets to prepare for. Where none has room for it, own pairs are not offered.
     on_step : callable, optional
         Called with a `ProgressUpdate` after each layer is read.
     """
@@ -146,6 +152,7 @@ class PlainTable:
         layers: Sequence[Layer],
         storages: Sequence[str],
         cache: SpillCache,
+        budgets: Sequence[Budget] = (),
         on_step: OnStep | None = None,
     ) -> None:
         self.layers = layers
@@ -154,10 +161,12 @@ class PlainTable:
         self._offers: dict[tuple[int, bool], Offers] = {}
         self._made: dict[tuple[int, Candidate], Materialized] = {}
         self._own_pairs: list[Offers | None] = []
+        least = OWN_PAIR_SHARE * sum(layer.parameters for layer in layers)
+        has_room = not budgets or any((each.cost or math.inf) >= least for each in budgets)
         has_eight_bits = any(INTEGER_BITS.get(name, 0) >= MAX_BITS for name in storages)
         read = Counter(on_step, "reading", len(layers), "layers")
         for layer in layers:
-            is_coded = has_eight_bits and layer.squared_norm > 0.0
+            is_coded = layer.squared_norm > 0.0 and has_eight_bits and has_room
             self._own_pairs.append(_own_pair(layer) if is_coded else None)
             read.add()
 

@@ -94,7 +94,7 @@ def test_every_result_is_reported_beside_the_best_of_all_storages(goal, storage)
     demo = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     result = compress(demo, storage=storage, **goal)
     rival, form = best_plain_svd(
-        open_layers(demo), result.totals.bytes, measured=result.plan.storage != "float32"
+        open_layers(demo), result.totals.bytes, measured=not result.estimates_plain_svd
     )
     assert (result.low_rank_error, result.plain_form) == (rival, form)
     lines = [text for text in result.sentences() if f"{rival:.3g}" in text]
