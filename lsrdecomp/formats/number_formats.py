@@ -327,8 +327,8 @@ def nearest_grouped_codes(
     return codes[:, :size], steps, units
 
 
-BLOCK_NUMBERS = 2**16
-"""Numbers that are rounded at a time: their copies fit into a cache of a megabyte."""
+BLOCK_NUMBERS = 2**15
+"""Numbers that are rounded at a time: their copies fit into a cache of half a megabyte."""
 
 
 def _grouped_codes(
@@ -338,41 +338,56 @@ def _grouped_codes(
 
     Numbers are compared in single precision: a code is a number of eight bits.
     """
+    n_rows, n_groups, width = grouped.shape
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    # 1. The step of each group that brings its largest number to the lowest code, and its exponent
+    # 1. All numbers in units of the largest of their row. Those of a group lie along the axis that
+    #    is shorter, since sums over it then run along the longer one.
+    rows = grouped.reshape(n_rows, -1)
+    peaks = np.maximum(rows.max(axis=1, initial=0.0), -rows.min(axis=1, initial=0.0))
+    inverse_peaks = np.divide(1.0, peaks, out=np.zeros_like(peaks), where=peaks > 0.0)
+    flat = grouped.reshape(-1, width)
+    axis = 0 if width < len(flat) else 1
+    numbers = np.empty(flat.T.shape if axis == 0 else flat.shape, dtype=np.float32)
+    of_groups = np.repeat(inverse_peaks, n_groups)[:, None] * flat
+    np.copyto(numbers, of_groups.T if axis == 0 else of_groups, casting="same_kind")
+    # 2. The step of each group that brings its largest number to the lowest code, and its exponent
     #    below the largest of these in its row.
-    largest = np.max(grouped, axis=2)
-    smallest = np.min(grouped, axis=2)
+    largest = numbers.max(axis=axis)
+    smallest = numbers.min(axis=axis)
     is_negative_step = largest >= -smallest
-    ends = np.maximum(largest, -smallest) / -lowest
-    units = np.max(ends, axis=1, initial=0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        below = np.rint(STEPS_PER_OCTAVE * np.log2(units[:, None] / ends))
-    below = np.where(ends > 0.0, below, MAX_STEP_EXPONENT)
-    signs = np.where(is_negative_step, -1.0, 1.0)
-    inverse_units = np.divide(1.0, units, out=np.zeros_like(units), where=units > 0.0)
-    scaled = np.empty(grouped.shape, dtype=np.float32)
-    factors = (signs * inverse_units[:, None])[:, :, None]
-    np.multiply(grouped, factors, out=scaled, casting="same_kind")
-    # 2. Of some steps the one of least error.
-    best_error = np.full(ends.shape, np.inf)
-    best_exponents = np.full(ends.shape, float(MAX_STEP_EXPONENT))
-    in_steps = np.empty_like(scaled)
-    rounded = np.empty_like(scaled)
-    for shift in CLIP_SHIFTS[bits]:
-        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
-        sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)
-        np.multiply(scaled, (1.0 / sizes).astype(np.float32)[:, :, None], out=in_steps)
+    ends = np.maximum(largest, -smallest)
+    with np.errstate(divide="ignore"):
+        below = np.rint(-STEPS_PER_OCTAVE * np.log2(ends))
+    below = np.minimum(below, MAX_STEP_EXPONENT).astype(np.intp)
+    in_lowest = np.where(is_negative_step, lowest, -lowest).astype(np.float32)
+    sizes = np.exp2(-np.arange(MAX_STEP_EXPONENT + 1) / STEPS_PER_OCTAVE)
+    inverse_sizes = (1.0 / sizes).astype(np.float32)
+    squared_sizes = (sizes**2).astype(np.float32)
+    # 3. Of some steps the one of least error.
+    in_steps = np.empty_like(numbers)
+    rounded = np.empty_like(numbers)
+
+    def round_at(exponents: NDArray[np.intp]) -> None:
+        per_step = in_lowest * inverse_sizes[exponents]
+        np.multiply(numbers, per_step if axis == 0 else per_step[:, None], out=in_steps)
         np.rint(in_steps, out=rounded)
         np.clip(rounded, lowest, highest, out=rounded)
-        in_steps -= rounded
-        error = sizes**2 * np.einsum("sgp,sgp->sg", in_steps, in_steps)
+
+    best_error = np.full(len(ends), np.inf, dtype=np.float32)
+    best_exponents = np.full(len(ends), MAX_STEP_EXPONENT)
+    for shift in CLIP_SHIFTS[bits]:
+        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
+        round_at(exponents)
+        np.subtract(in_steps, rounded, out=rounded)
+        np.multiply(rounded, rounded, out=rounded)
+        error = squared_sizes[exponents] * rounded.sum(axis=axis)
         is_better = error < best_error
         best_error = np.where(is_better, error, best_error)
         best_exponents = np.where(is_better, exponents, best_exponents)
-        np.copyto(codes, rounded, casting="unsafe", where=is_better[:, :, None])
+    round_at(best_exponents)
+    np.copyto(codes.reshape(flat.shape), rounded.T if axis == 0 else rounded, casting="unsafe")
     steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
-    return steps, units
+    return steps.reshape(n_rows, n_groups), peaks / -lowest
 
 
 def with_steps(codes: Codes, steps: NDArray[np.uint8], group: int) -> NDArray[np.float64]:
