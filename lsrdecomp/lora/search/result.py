@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.layers import Layer
     from lsrdecomp.lora.search.plain_svd import PlainForm
 
-FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
+FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float32", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
 
 

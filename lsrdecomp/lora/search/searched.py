@@ -274,6 +274,11 @@ class SearchedAdapter:
                 f"the search was in {searched}, and this plan is stored in {plan.storage}: "
                 "search once for each storage"
             )
+        if plan.structure is not None and isinstance(self.table, PlainTable):
+            raise BudgetError(
+                f"nothing was searched for, and this plan asks for structure {plan.structure}: "
+                "give it to the search"
+            )
         return plan
 
     @property

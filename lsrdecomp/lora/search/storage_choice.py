@@ -19,11 +19,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import step_count
 from lsrdecomp.formats.quantized import COMPONENT_BYTES
@@ -52,7 +53,7 @@ from lsrdecomp.lora.search.spectral_codes import (
     own_vectors,
     water_fill,
 )
-from lsrdecomp.precision import precision
+from lsrdecomp.precision import numpy_dtype, precision
 from lsrdecomp.targets.residual import pair_distance
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.plan import Budget
 
 Doubles = NDArray[np.float64]
+
+FLOAT_NOISE = 0.084
+"""Squared error of Gaussian numbers in a floating type, relative to them, in units of μ²."""
 
 MAX_TRIES = 6
 """Times that a layer is rounded until it is within its tolerance as written. Each asks for a loss
@@ -244,13 +248,14 @@ class PlainTable:
         own_pair = self._own_pairs[i]
         if layer.squared_norm == 0.0:
             return _in_floats(layer, floats[0] if floats else "float16")
-        parts = [_in_floats(layer, floats[0]) if floats else _left_out(layer)]
+        fits = bool(floats) and float(layer.gauge[1][0]) <= precision(floats[0]).largest ** 2
+        parts = [_left_out(layer) if max_bits and not fits else _in_floats(layer, floats[0])]
         if in_bytes and max_bits:
             most = max(MAX_CODE_SIZES, MAX_SIZES // len(self.layers))
             parts.append(_in_bits(layer, max_bits, most))
-        elif not floats:
+        elif max_bits and not fits:
             parts.append(_of_one_width(layer, max_bits))
-        if own_pair is not None and (in_bytes or not floats):
+        if own_pair is not None and (in_bytes or not fits):
             parts.append(own_pair)
         return Offers.joined(parts)
 
@@ -316,7 +321,10 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
         stored, loss = ComponentCodes(layer, vectors).code(levels)
     elif isinstance(candidate, KeepCandidate):
         pair = layer.pair
-        stored, loss = _rounded(layer, (pair.left, pair.right), candidate.storage)
+        try:
+            stored, loss = _rounded(layer, (pair.left, pair.right), candidate.storage)
+        except PrecisionError:  # one side overflows the type, where both may fit if they are even
+            loss = math.inf
         if loss > 0.0:  # singular vectors may lose less by rounding
             other, other_loss = _rounded(layer, layer.truncated(candidate.rank), candidate.storage)
             if other_loss < loss:
@@ -370,7 +378,14 @@ def _left_out(layer: Layer) -> Offers:
 
 def _in_floats(layer: Layer, storage: str) -> Offers:
     """Return truncated SVDs of every rank in a floating type; of rank 0 the layer is left out."""
-    losses = np.asarray(tail_norms(layer.gauge[1])) ** 2
+    sigma = to_numpy(layer.gauge[1])
+    # What rounding both sides of a component adds: relative to its size, and near the smallest
+    # numbers of the type as much as these are apart.
+    relative = 2.0 * FLOAT_NOISE * precision(storage).unit_roundoff ** 2
+    spacing = float(ml_dtypes.finfo(numpy_dtype(storage)).smallest_subnormal)
+    rounding = relative * sigma**2 + sigma * sum(layer.shape) * spacing**2 / 12.0
+    losses = np.asarray(tail_norms(sigma)) ** 2
+    losses[1:] += np.cumsum(rounding)
     ranks = np.arange(len(losses))
     n_bytes = np.ceil(ranks * sum(layer.shape) * precision(storage).bytes)
 

@@ -14,6 +14,7 @@ from lsrdecomp import compress, open_checkpoint
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.quantized import SpectralCode
 from lsrdecomp.lora.compress import truncate
+from lsrdecomp.lora.search import CompressionPlan, search_adapter
 from lsrdecomp.lora.search.caches import SpillCache
 from lsrdecomp.lora.search.layers import Layer, layer_product, open_layers
 from lsrdecomp.lora.search.plain_svd import best_plain_svd
@@ -105,6 +106,31 @@ def test_what_fits_as_it_is_stays_as_it_is(demo):
     result = compress(demo, bytes=10_000_000, storage="float32")
     assert result.error == pytest.approx(0.0, abs=1e-7)
     assert {layer.structure for layer in result.layers} == {"keep"}
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e9])
+def test_numbers_that_float16_does_not_hold_are_coded(size):
+    layer = falling_layer(3)
+    pair = LowRank(size * layer.pair.left, layer.pair.right)
+    table = PlainTable([Layer.of("q", pair)], ALL, SpillCache())
+    (made,) = choose_storage(table, Budget(bytes=1e6)).chosen
+    assert made.candidate.bits
+    assert made.candidate.squared_error < 1e-4 * pair.norm**2
+
+
+def test_a_pair_of_uneven_sides_is_stored_evenly():
+    layer = falling_layer(3)
+    pair = LowRank(1e8 * layer.pair.left, 1e-8 * layer.pair.right)
+    table = PlainTable([Layer.of("q", pair)], ["float16"], SpillCache())
+    (made,) = choose_storage(table, Budget(bytes=1e6)).chosen
+    assert made.candidate.rank == 8
+    assert made.candidate.squared_error < 1e-6 * pair.norm**2
+
+
+def test_a_plan_for_kronecker_products_needs_a_search(demo):
+    searched = search_adapter(demo, [CompressionPlan(ratio=4)])
+    with pytest.raises(BudgetError, match="asks for structure lsr: give it to the search"):
+        searched.compress(CompressionPlan(ratio=4, structure="lsr"))
 
 
 # -- every layer -----------------------------------------------------------------------------------
