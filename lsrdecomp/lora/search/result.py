@@ -229,7 +229,7 @@ class Compression:
         norm = "Frobenius" if total.functional_error is None else "Fisher"
         svd = ""
         if self.better_bytes is not None:
-            svd = f"; {self._better_storage(f'bytes={self.better_bytes}')}"
+            svd = f"\n   {self._better_storage(f'bytes={self.better_bytes}')}"
         elif total.low_rank_error is not None:
             which = "best" if self.plain_form is None else "plain"
             svd = f"; {which} truncated SVD of that size {self._rival_error}"

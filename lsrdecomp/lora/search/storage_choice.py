@@ -291,7 +291,7 @@ def choose_storage(table: PlainTable, budget: Budget) -> FittedLayers:
     >>> table = PlainTable([layer], ["float16", "int8", "int4"], SpillCache())
     >>> chosen = choose_storage(table, Budget(bytes=200.0)).chosen[0].candidate
     >>> chosen.storage, chosen.bytes <= 200
-    ('int2', True)
+    ('int2-3', True)
     """
     # A LoRA of zeros is written as one.
     if budget.min_rank == 0 and not any(layer.squared_norm for layer in table.layers):
