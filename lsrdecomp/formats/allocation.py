@@ -210,7 +210,7 @@ def _down_hulls(parts: Sequence[PartOptions], max_loss: float, best: Choice) -> 
 
 def _greedy_steps(parts: Sequence[PartOptions]) -> Iterator[tuple[int, int, float, float]]:
     """Yield the steps along all hulls, steepest first: (part, option, its cost, its loss)."""
-    steps = []
+    steps: list[tuple[float, int, int, float, float]] = []
     for i, part in enumerate(parts):
         hull = part.hull()
         costs = part.costs[hull]

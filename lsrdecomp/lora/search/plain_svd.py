@@ -130,24 +130,26 @@ def best_plain_svd(
     forms = [form for form in ranks if cut[form] + rounding[form] <= limit]
     lost: dict[tuple[PlainForm, int], float] = {}
     for i in _sample(layers):
+        svd = layer_svd(layers[i], max(ranks[form][i] for form in forms))
         for form in forms:
-            lost[form, i] = _squared_error(layers[i], ranks[form][i], form)
+            lost[form, i] = _squared_error(layers[i], svd, ranks[form][i], form)
     estimates = {}
     for form in forms:
-        measured_layers = [i for other, i in lost if other == form]
-        kept = [squares[i][: ranks[form][i]].sum() for i in measured_layers]
-        gone = [squares[i][ranks[form][i] :].sum() for i in measured_layers]
-        added = math.fsum(lost[form, i] for i in measured_layers) - math.fsum(gone)
-        expected = form.noise * math.fsum(kept)
-        factor = added / expected if expected > 0.0 else 1.0
-        estimates[form] = cut[form] + max(0.0, factor) * rounding[form]
+        sampled = [i for other, i in lost if other == form]
+        kept_there = [float(squares[i][: ranks[form][i]].sum()) for i in sampled]
+        cut_there = [float(squares[i][ranks[form][i] :].sum()) for i in sampled]
+        added = math.fsum(lost[form, i] for i in sampled) - math.fsum(cut_there)
+        expected = form.noise * math.fsum(kept_there)
+        factor = max(0.0, added / expected) if expected > 0.0 else 1.0
+        estimates[form] = cut[form] + factor * rounding[form]
     best = min(forms, key=estimates.__getitem__)
     if not measured:
         return math.sqrt(estimates[best] / squared_norm), best
     # 3. The error of the best, measured on all layers.
     for i, layer in enumerate(layers):
         if (best, i) not in lost:
-            lost[best, i] = _squared_error(layer, ranks[best][i], best)
+            svd = layer_svd(layer, ranks[best][i])
+            lost[best, i] = _squared_error(layer, svd, ranks[best][i], best)
     loss = math.fsum(lost[best, i] for i in range(len(layers)))
     return math.sqrt(loss / squared_norm), best
 
@@ -198,14 +200,16 @@ def ranks_within(
     return tuple(ranks.tolist())
 
 
-def _squared_error(layer: Layer, rank: int, form: PlainForm) -> float:
+def _squared_error(
+    layer: Layer, svd: tuple[Doubles, Doubles, Doubles], rank: int, form: PlainForm
+) -> float:
     """Return the squared error of a layer's truncated SVD in a form, in its norm."""
     if rank == 0:
         return layer.squared_norm
-    u, sigma, vh = layer_svd(layer, rank)
-    root = np.sqrt(sigma)
-    left = _rounded((u * root).T, form).T
-    right = _rounded(root[:, None] * vh, form).T
+    u, sigma, vh = svd
+    root = np.sqrt(sigma[:rank])
+    left = _rounded((u[:, :rank] * root).T, form).T
+    right = _rounded(root[:, None] * vh[:rank], form).T
     # ‖ΔW‖² − 2⟨ΔW, Ŵ⟩ + ‖Ŵ‖².
     pair = layer.pair
     weighted_left = layer.norms.output.apply(left)

@@ -316,7 +316,7 @@ def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, interface: Int
                 f"a plan was given, and {' and '.join(beside)} beside it: one of the two"
             )
     goals = ["keep"] if "keep" in given else []
-    goals += goals_of(given if plan is None else given | plan.to_json())
+    goals += goals_of(given if plan is None else {**given, **plan.to_json()})
     if len(goals) != 1:
         names = " and ".join(map(interface.name, goals)) or "none"
         raise BudgetError(f"one goal is needed, got {names}: {interface.goals}")

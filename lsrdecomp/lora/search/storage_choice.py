@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -261,7 +261,9 @@ class PlainTable:
 
     def _costs(self, layer: Layer, offers: Offers, budget: Budget) -> Doubles:
         """Return the costs of offers in the unit of a budget."""
-        return offers.bytes if budget.counts_bytes else offers.ranks * float(sum(layer.shape))
+        if budget.counts_bytes:
+            return offers.bytes
+        return np.asarray(offers.ranks * sum(layer.shape), dtype=np.float64)
 
 
 def choose_storage(table: PlainTable, budget: Budget) -> FittedLayers:
@@ -382,7 +384,8 @@ def _in_floats(layer: Layer, storage: str) -> Offers:
     # What rounding both sides of a component adds: relative to its size, and near the smallest
     # numbers of the type as much as these are apart.
     relative = 2.0 * FLOAT_NOISE * precision(storage).unit_roundoff ** 2
-    spacing = float(ml_dtypes.finfo(numpy_dtype(storage)).smallest_subnormal)
+    facts: Any = ml_dtypes.finfo(numpy_dtype(storage))  # type: ignore[no-untyped-call]
+    spacing = float(facts.smallest_subnormal)
     rounding = relative * sigma**2 + sigma * sum(layer.shape) * spacing**2 / 12.0
     losses = np.asarray(tail_norms(sigma)) ** 2
     losses[1:] += np.cumsum(rounding)
@@ -438,7 +441,8 @@ def _of_one_width(layer: Layer, bits: int) -> Offers:
         return _codes(layer, equal_width_levels(layer, bits, k + 1), 0.0, float(losses[k]))
 
     # Bytes only break ties here.
-    return Offers(ranks, ranks * float(sum(layer.shape)), losses, make)
+    sizes = np.asarray(ranks * sum(layer.shape), dtype=np.float64)
+    return Offers(ranks, sizes, losses, make)
 
 
 def _own_pair(layer: Layer) -> Offers:
