@@ -228,4 +228,6 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
         f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; weight error "
         f"{cut.relative_error:.4f}{rounding_text}.",
     )
+    if not any(sigma.any() for sigma in cut.sigma):
+        tables.show(json, "Every layer is zero, and is written as zeros of rank 1.")
     return rounding

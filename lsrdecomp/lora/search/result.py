@@ -253,6 +253,9 @@ class Compression:
         yield self._size_sentence()
         if self.unfilled is not None:
             yield self.unfilled
+        if not any(layer.norm for layer in self.layers):
+            yield "Every layer is zero, and is written as zeros of rank 1."
+            return
         if self.fidelity is not None and self.fidelity.distilled:
             return
         text = f"Weight error {total.relative_error:.3g} (relative, Frobenius norm)"

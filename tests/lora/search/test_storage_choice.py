@@ -239,6 +239,7 @@ def test_a_lora_of_zeros_is_written_as_one(goal, zeros, tmp_path):
         for layer in written.layers:
             assert not layer_product(layer).to_matrix().any()
         json.dumps(result.to_json(), allow_nan=False)
+        assert "Every layer is zero, and is written as zeros of rank 1." in result.sentences()
     cut = truncate(zeros, **goal)
     assert cut.ranks == (1, 1, 1)
     back = open_checkpoint(cut.save(tmp_path / "own"))
