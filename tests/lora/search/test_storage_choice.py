@@ -93,6 +93,17 @@ def test_offers_have_the_bytes_and_about_the_error_of_what_is_made(bits):
         assert error == pytest.approx(offers.losses[k], rel=0.5)
 
 
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+def test_the_error_of_floats_is_that_of_what_is_stored(storage):
+    layer = falling_layer(4)
+    table = PlainTable([layer], [storage], SpillCache())
+    offers = table.offers(0, Budget(bytes=1e6))
+    for rank in range(1, 9):
+        made = table.made(0, offers.make(rank))
+        error = layer.squared_error(made.product)
+        assert made.candidate.squared_error == pytest.approx(error, rel=1e-5, abs=1e-22)
+
+
 def test_uniform_rows_are_coded_as_they_are_in_eight_bits():
     rng = np.random.default_rng(0)
     sides = rng.uniform(-1.0, 1.0, (512, 8)), rng.uniform(-1.0, 1.0, (8, 512))
