@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.formats.number_formats import FORMATS, group_count, packed_size
 from lsrdecomp.lora.search.spectral_codes import layer_svd
+from lsrdecomp.precision import precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,8 @@ LARGEST_SQUARES = {32: 5.7, 64: 6.9, 128: 8.2}
 """Expected square of the largest of so many Gaussian numbers, which share a scale; the group sizes
 that others use."""
 
-FLOAT16_NOISE = 2e-8
-"""Squared error of Gaussian numbers in float16, relative to them."""
+FLOAT_NOISE = 0.084
+"""Squared error of Gaussian numbers in a floating type, relative to them, in units of μ²."""
 
 SCALE_BYTES = 2
 
@@ -66,7 +67,7 @@ class PlainForm:
     def noise(self) -> float:
         """Expected squared error of both sides of a component, relative to it."""
         if not self.group:
-            return 2.0 * FLOAT16_NOISE
+            return 2.0 * FLOAT_NOISE * precision(self.storage).unit_roundoff ** 2
         return 2.0 * LARGEST_SQUARES[self.group] / (12.0 * FORMATS[self.storage].top ** 2)
 
     def bytes(self, shape: tuple[int, int]) -> int:

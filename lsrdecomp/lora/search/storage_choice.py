@@ -40,6 +40,7 @@ from lsrdecomp.lora.search.candidates import (
     drop,
     keep,
 )
+from lsrdecomp.lora.search.plain_svd import FLOAT_NOISE
 from lsrdecomp.lora.search.quantize import INTEGER_BITS, stored_pair
 from lsrdecomp.lora.search.search import FittedLayers
 from lsrdecomp.lora.search.spectral_codes import (
@@ -67,9 +68,6 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.plan import Budget
 
 Doubles = NDArray[np.float64]
-
-FLOAT_NOISE = 0.084
-"""Squared error of Gaussian numbers in a floating type, relative to them, in units of μ²."""
 
 MAX_TRIES = 6
 """Times that a layer is rounded until it is within its tolerance as written. Each asks for a loss
@@ -121,7 +119,8 @@ class Offers:
         )
 
     def of_ranks(self, lowest: int, highest: float) -> Offers:
-        """Return the offers of some ranks."""
+        """Return the offers of some ranks; a layer that has no such rank offers its largest."""
+        lowest = min(lowest, int(self.ranks.max()))
         places = np.flatnonzero((self.ranks >= lowest) & (self.ranks <= highest))
         if len(places) == len(self.ranks):
             return self

@@ -229,6 +229,17 @@ def test_a_minimum_rank_that_costs_too_much_is_refused_with_its_price(demo):
         compress(demo, max_rank=2, min_rank=3)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_layer_of_a_lower_rank_has_the_rank_that_it_has(storage):
+    layer = falling_layer(2, rank=1)
+    sides = np.hstack([layer.pair.left, 0.0 * layer.pair.left]), np.vstack([layer.pair.right] * 2)
+    storages = ALL if storage == "auto" else (storage,)
+    table = PlainTable([Layer.of("q", LowRank(*sides))], storages, SpillCache())
+    (made,) = choose_storage(table, Budget(bytes=1e6, min_rank=2)).chosen
+    assert made.candidate.rank in (1, 2)
+    assert made.candidate.squared_error < 1e-2 * layer.squared_norm
+
+
 # -- a LoRA of zeros -------------------------------------------------------------------------------
 
 
