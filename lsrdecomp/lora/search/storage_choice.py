@@ -55,6 +55,7 @@ from lsrdecomp.lora.search.spectral_codes import (
     water_fill,
 )
 from lsrdecomp.precision import numpy_dtype, precision
+from lsrdecomp.targets.residual import pair_distance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,6 +69,9 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.plan import Budget
 
 Doubles = NDArray[np.float64]
+
+MIN_CUT = 0.01
+"""Least norm of what is cut, in units of ‖B‖‖A‖, from which the error follows to ten digits."""
 
 MAX_TRIES = 6
 """Times that a layer is rounded until it is within its tolerance as written. Each asks for a loss
@@ -322,17 +326,16 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     elif isinstance(candidate, KeepCandidate):
         pair = layer.pair
         try:
-            stored, loss = _rounded((pair.left, pair.right), candidate.storage)
+            stored, loss = _rounded(layer, (pair.left, pair.right), candidate.storage)
         except PrecisionError:  # one side overflows the type, where both may fit if they are even
             loss = math.inf
         if loss > 0.0:  # singular vectors may lose less by rounding
-            other, other_loss = _rounded(layer.truncated(candidate.rank), candidate.storage)
+            other, other_loss = _rounded(layer, layer.truncated(candidate.rank), candidate.storage)
             if other_loss < loss:
                 stored, loss = other, other_loss
     else:
-        stored, loss = _rounded(layer.truncated(candidate.rank), candidate.storage)
-        # What is cut is orthogonal to both sides before rounding, and nearly so after it.
-        loss += float(tail_norms(layer.gauge[1])[candidate.rank]) ** 2
+        sides = layer.truncated(candidate.rank)
+        stored, loss = _rounded(layer, sides, candidate.storage, candidate.rank)
     summary = StoredSummary(
         str(stored.shape),
         (1, 1),
@@ -345,23 +348,35 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     return Materialized(made, cache.put(stored), summary)
 
 
-def _rounded(sides: tuple[Array, Array], storage: str) -> tuple[FloatProduct, float]:
-    """Return both sides in a floating type, and what their product loses by it, squared.
+def _rounded(
+    layer: Layer, sides: tuple[Array, Array], storage: str, rank: int | None = None
+) -> tuple[FloatProduct, float]:
+    """Return both sides in a floating type, and their squared error.
 
-    ‖E_B A + B̂ E_A‖² with the errors E of both sides, whose terms are small themselves, so that
-    nothing cancels.
+    Where a truncated SVD of a rank loses enough by what it cuts, the error is ‖cut‖² +
+    ‖E_B A + B̂ E_A‖² − 2 ⟨cut, E_B E_A⟩ with the errors E of both sides: the cut is orthogonal to
+    each side before rounding, and nothing cancels.
     """
     stored = stored_pair(*sides, storage)
-    left, right = (to_numpy(side) for side in sides)
     new_left, new_right = (
         to_numpy(side[0][0]).astype(np.float64) for side in (stored.left, stored.right)
     )
+    pair = layer.pair
+    cut = 0.0 if rank is None else float(tail_norms(layer.gauge[1])[rank])
+    size = float(np.linalg.norm(pair.left)) * float(np.linalg.norm(pair.right))
+    if cut < MIN_CUT * size or cut == 0.0:
+        return stored, pair_distance(pair.left, pair.right.T, new_left, new_right.T) ** 2
+    left, right = (to_numpy(side) for side in sides)
     left_error = new_left - left
     right_error = new_right - right
+    left_turn = left_error.T @ left
+    right_turn = right_error @ right.T
     loss = np.sum((left_error.T @ left_error) * (right @ right.T))
     loss += np.sum((new_left.T @ new_left) * (right_error @ right_error.T))
-    loss += 2.0 * np.sum((left_error.T @ new_left) * (right @ right_error.T))
-    return stored, max(0.0, float(loss))
+    loss += 2.0 * np.sum((left_error.T @ new_left) * right_turn.T)
+    loss += 2.0 * np.sum(left_turn * right_turn)
+    loss -= 2.0 * np.sum((left_error.T @ pair.left) * (right_error @ pair.right.T))
+    return stored, cut**2 + float(loss)
 
 
 def _condition(sigma: Doubles) -> float:
