@@ -90,6 +90,33 @@ def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[st
     return ("", *(budget.replace("LoRA", "as") for budget in budgets)), rows
 
 
+def byte_budgets(results: dict[str, Any]) -> Table:
+    """Tabulate errors at numbers of bytes: ours and the best plain truncated SVD."""
+    found = [row for each in results["adapters"].values() for row in each["rows"]]
+    times = sorted({row["times"] for row in found})
+    columns = []
+    for one in times:
+        rows = [row for row in found if row["times"] == one and "error" in row]
+        ours, rival = (median(row[key] for row in rows) for key in ("error", "rival"))
+        largest = max(row["ratio"] for row in rows if row["ratio"] is not None)
+        columns.append((f"{ours:.4f}", f"{rival:.4f}", f"{largest:.2f}"))
+    labels = ("`compress`, median", "best plain SVD, median", "largest ratio of the two")
+    lines = [(label, *cells) for label, *cells in zip(labels, *columns, strict=True)]
+    return ("bytes, of those in float16", *(f"1/{one}" for one in times)), lines
+
+
+def byte_times(results: dict[str, Any]) -> Table:
+    """Tabulate CPU seconds of goals, and how many times those of a QR core they are."""
+    timed = results["times"]
+    goals = [row["goal"] for row in next(iter(timed.values()))]
+    lines = []
+    for place, goal in enumerate(goals):
+        rows = [rows[place] for rows in timed.values()]
+        cells = [f"{row['cpu_seconds']:.2f} ({row['times_core']:.1f})" for row in rows]
+        lines.append((goal, *cells))
+    return ("", *timed), lines
+
+
 def function(results: dict[str, Any]) -> Table:
     """Share of the demo adapter's held-out gain that is kept, by structure and size."""
     names = {
@@ -483,6 +510,8 @@ TABLES = {
     "rounding": ("compression_frobenius.json", rounding),
     "compression-parameters": ("compression.json", at_parameters),
     "compression-bytes": ("compression.json", at_bytes),
+    "byte-budgets": ("byte_budgets.json", byte_budgets),
+    "byte-times": ("byte_budgets.json", byte_times),
     "function": ("demo_function.json", function),
     "shares-hold": ("promise.json", shares_hold),
     "operators-naive": ("operators-peers.json", operator_tables.naive),

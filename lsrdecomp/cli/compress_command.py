@@ -30,6 +30,7 @@ from lsrdecomp.cli.requests import (
     Display,
     Opening,
     Outputs,
+    fits_file,
     parse_requests,
 )
 from lsrdecomp.cli.run_config import OPENING, merged, read_run, run_text
@@ -123,10 +124,10 @@ def compress(
     effect on held-out texts; bit widths are chosen automatically. --distil 200 also trains smaller
     versions on the LoRA's own answers, without labels.
 
-    Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With
-    --calibrated an estimate of the output error is minimized (Fisher norm); without it the weight
-    error (Frobenius norm), for which truncated SVD is close to optimal, and used where it is
-    better.
+    Without a base the goal is a size (--ratio, --params, --bytes), an error (--rtol, --energy) or
+    a rank (--max-rank). With --calibrated an estimate of the output error is minimized (Fisher
+    norm); without it the weight error (Frobenius norm), by truncated SVD, in seconds. --bytes
+    chooses the number of bits as well.
 
     --out small.safetensors writes a LoRA file in its original format, and --to same a directory: a
     plain LoRA that every tool reads, by truncated SVD, in seconds; --to mlx one for mlx-lm.
@@ -164,6 +165,9 @@ def compress(
     is_lsr = opening.name or "statistics" in given or "base" in given
     files = [] if is_lsr else resize.lora_files(adapter)
     to_source_format = bool(files) or resize.names_file(outputs.out) or outputs.to is not None
+    if outputs.out is None and outputs.dry_run and outputs.to is None:
+        # A file comes back as a file, unless what is asked needs a directory.
+        to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
@@ -279,9 +283,9 @@ def _show(result: Compression, json: Path | None, display: Display, unit: str) -
     total = result.totals
     plan = result.plan
     tables.say(
-        f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: "
-        f"{total.worst_layer} reaches {total.worst_error:.3g}. Nothing was written; "
-        f"{_ways_to_meet_tolerance(result)}."
+        f"{total.missed} of {total.layers} layers stay above {plan.layer_rtol:.4g} in "
+        f"{plan.storage}: {total.worst_layer} reaches {total.worst_error:.3g}. "
+        f"Nothing was written; {_ways_to_meet_tolerance(result)}."
     )
 
 
@@ -293,7 +297,7 @@ def _ways_to_meet_tolerance(result: Compression) -> str:
     plan = result.plan
     ways = f"allow --rtol {rounded_up(result.totals.worst_error)}"
     condition = max(layer.condition for layer in result.layers if not layer.met)
-    finer = coarsest_storage(condition, plan.rtol or 0.0)
+    finer = coarsest_storage(condition, plan.layer_rtol or 0.0)
     is_tried = plan.storage in PRECISIONS and (
         finer is None or unit_roundoff(finer) >= unit_roundoff(plan.storage)
     )

@@ -19,7 +19,7 @@ from lsrdecomp.cli.requests import TO_SAME, flag
 from lsrdecomp.cli.run_config import read_table
 from lsrdecomp.cli.setting_options import options_of
 from lsrdecomp.errors import LsrError
-from lsrdecomp.lora.search.plan import GOALS
+from lsrdecomp.lora.search.plan import goals_of
 from lsrdecomp.lora.search.request import Request
 
 
@@ -146,10 +146,10 @@ def fleet(
 def _goal(plan: Path | None, options: Mapping[str, Any]) -> lora.search.CompressionPlan:
     """Return the goal for all adapters, of a file or of options."""
     if plan is None:
-        if not set(options) & set(GOALS):
+        if not goals_of(options):
             raise LsrError(
-                "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
-                "--ratio 48"
+                "one goal for all adapters: --ratio N, --params N, --bytes N, --max-rank N, "
+                "--energy SHARE or --rtol E; such as --ratio 48"
             )
         return lora.search.CompressionPlan(**options)
     if options:

@@ -34,7 +34,7 @@ EXAMPLES = {
 
 PANELS = {
     "compress": {
-        "Goal": "keep ratio params bytes rtol",
+        "Goal": "keep ratio bytes rtol max-rank",
         "Measure": "base data calibrated distil",
         "Store": "storage",
         "Output": "out report json dry-run force",
@@ -149,7 +149,7 @@ def flags(text: str) -> str:
         return f"{text.partition(':')[0]}: {GOALS}"
     text = re.sub(r"^([a-z]\w+) must be ", lambda match: f"{flag(match[1])} must be ", text)
     if re.match(r"[a-z_]+ goes with ", text):
-        in_plan = r"\b(?:inner_shape|separation_rank|max_rank)\b"
+        in_plan = r"\b(?:inner_shape|separation_rank|max_rank|min_rank)\b"
         text = re.sub(in_plan, lambda match: flag(match[0]), text)
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",

@@ -10,7 +10,7 @@ from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.program import program
 from lsrdecomp.cli.requests import flag
-from lsrdecomp.lora.search.plan import GOALS
+from lsrdecomp.lora.search.plan import goals_of
 
 if TYPE_CHECKING:
     from lsrdecomp.lora.files import Checkpoint
@@ -84,7 +84,7 @@ def _measured_command(result: Compression, output: Path | None) -> str:
     source = result.source
     plan = result.plan
     base = source.config.get("base_model_name_or_path") or "BASE"
-    goal = next(name for name in GOALS if getattr(plan, name) is not None)
+    (goal,) = goals_of(plan.to_json())
     adapter = source.weights.parent
     if output is None:
         out = adapter.with_name("small")

@@ -14,8 +14,8 @@ from lsrdecomp import lora
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
 from lsrdecomp.lora.files.writers.table import CUT_FORMATS
-from lsrdecomp.lora.search.plan import ALL_ROUTES, TO_DIRECTORY, ReadOn, Route
-from lsrdecomp.lora.search.request import Interface, Request, routes_of
+from lsrdecomp.lora.search.plan import ALL_ROUTES, STORAGES, TO_DIRECTORY, ReadOn, Route
+from lsrdecomp.lora.search.request import READ_ON, Interface, Request, routes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search import CompressionPlan
 
 GOALS = (
-    "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E; such as "
-    "--ratio 48"
+    "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N, --max-rank N, "
+    "--energy SHARE or --rtol E; such as --ratio 48"
 )
 """What to ask for where no goal was given, or several."""
 
@@ -192,6 +192,17 @@ DIRECTORY_OF_FILES = dataclasses.replace(
 """The same where the adapter is a directory of LoRA files, all of which are cut."""
 TO_SAME = dataclasses.replace(COMMAND_LINE, leave_truncated="leave out --to")
 """The same where --to asks for the format of the source."""
+
+
+def fits_file(given: Mapping[str, Any]) -> bool:
+    """Return whether settings that are not None have a use where a LoRA file is written."""
+    if given.get("storage") in STORAGES:
+        return False
+    return all(
+        Route.TRUNCATED in READ_ON.get(name, ALL_ROUTES.routes)
+        for name, value in given.items()
+        if value is not None
+    )
 
 
 def parse_requests(

@@ -75,7 +75,7 @@ def resize(
     One that fails does not stop the others; `LsrError` at the end says which did.
     """
     out = outputs.out
-    if out is None:
+    if out is None and not outputs.dry_run:
         raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
     figures: list[dict[str, object]] = []
     if len(files) == 1:
@@ -89,7 +89,8 @@ def resize(
             try:
                 checkpoint = opening.open(file, carry=True)
                 is_directory = find_writer(outputs.to or "same").place == "directory"
-                path = out / (file.stem if is_directory else file.name)
+                name = file.stem if is_directory else file.name
+                path = None if out is None else out / name
                 figures += _resize_adapter(checkpoint, requests, path, outputs, display)
             except LsrError as error:
                 failed.append(file.name)
@@ -104,7 +105,7 @@ def resize(
 def _resize_adapter(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
-    out: Path,
+    out: Path | None,
     outputs: Outputs,
     display: Display,
 ) -> list[dict[str, object]]:
@@ -126,7 +127,7 @@ def _resize_adapter(
 
 
 def _paths(
-    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path, outputs: Outputs
+    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path | None, outputs: Outputs
 ) -> Sequence[Path | None]:
     """Return where each plan is written, none for a dry run, after a check that it can be.
 
@@ -142,7 +143,7 @@ def _paths(
             f"{way_out}",
             path=checkpoint.path,
         )
-    if outputs.dry_run:
+    if outputs.dry_run or out is None:
         return [None] * len(plans)
     paths = [out]
     if len(plans) > 1:
@@ -242,6 +243,8 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
         f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; {error_text}.",
         *_carried_sentences(cut),
     )
+    if not any(sigma.any() for sigma in cut.sigma):
+        tables.show(json, "Every layer is zero, and is written as zeros of rank 1.")
     return error
 
 

@@ -14,7 +14,6 @@ References
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from dataclasses import dataclass
@@ -78,13 +77,27 @@ class PartOptions:
 
         Costs rise and slopes flatten.
         """
+        order = np.lexsort((self.losses, self.costs))
+        lowest = np.minimum.accumulate(self.losses[order])
+        is_better = np.concatenate(([True], lowest[1:] < lowest[:-1]))
         chain: list[int] = []
-        for i in np.lexsort((self.losses, self.costs)):
-            if chain and self.losses[i] >= self.losses[chain[-1]]:
-                continue
-            while len(chain) > 1 and self.slope(chain[-2], chain[-1]) <= self.slope(chain[-1], i):
-                chain.pop()
-            chain.append(int(i))
+        costs: list[float] = []
+        losses: list[float] = []
+        slopes: list[float] = []  # into each corner from the one before
+        for i in order[is_better].tolist():
+            cost = float(self.costs[i])
+            loss = float(self.losses[i])
+            slope = math.inf
+            while chain:
+                slope = (losses[-1] - loss) / (cost - costs[-1])
+                if slope < slopes[-1]:
+                    break
+                for values in (chain, costs, losses, slopes):
+                    values.pop()
+            chain.append(i)
+            costs.append(cost)
+            losses.append(loss)
+            slopes.append(slope if len(chain) > 1 else math.inf)
         return chain
 
     def slope(self, a: int, b: int) -> float:
@@ -197,21 +210,24 @@ def _down_hulls(parts: Sequence[PartOptions], max_loss: float, best: Choice) -> 
 
 def _greedy_steps(parts: Sequence[PartOptions]) -> Iterator[tuple[int, int, float, float]]:
     """Yield the steps along all hulls, steepest first: (part, option, its cost, its loss)."""
-    heap: list[tuple[float, int, int]] = []
-    hulls = [part.hull() for part in parts]
-
-    def push(i: int, corner: int) -> None:
-        if corner < len(hulls[i]):
-            slope = parts[i].slope(hulls[i][corner - 1], hulls[i][corner])
-            heapq.heappush(heap, (-slope, i, corner))
-
-    for i in range(len(parts)):
-        push(i, 1)
-    while heap:
-        _, i, corner = heapq.heappop(heap)
-        option = hulls[i][corner]
-        yield i, option, float(parts[i].costs[option]), float(parts[i].losses[option])
-        push(i, corner + 1)
+    steps: list[tuple[float, int, int, float, float]] = []
+    for i, part in enumerate(parts):
+        hull = part.hull()
+        costs = part.costs[hull]
+        losses = part.losses[hull]
+        slopes = -np.diff(losses) / np.diff(costs)
+        # Slopes flatten along a hull, so sorted steps keep its order.
+        steps += zip(
+            (-slopes).tolist(),
+            [i] * len(slopes),
+            hull[1:],
+            costs[1:].tolist(),
+            losses[1:].tolist(),
+            strict=True,
+        )
+    steps.sort(key=lambda step: step[0])
+    for _, i, option, cost, loss in steps:
+        yield i, option, cost, loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,11 +262,18 @@ STEPS_PER_OCTAVE = 16
 MAX_STEP_EXPONENT = 127
 """Largest power of 2^(−1/16) of a step; it takes seven bits, and the sign the eighth."""
 
-CLIP_SHIFTS = {2: (0, 4, 8, 12, 16), 3: (0, 3, 6, 9, 12)}
+CLIP_SHIFTS = {
+    2: (0, 4, 8, 12, 16),
+    3: (0, 3, 6, 9, 12),
+    4: (-1, 0, 2, 4, 6),
+    5: (-1, 0, 2, 4),
+    6: (-1, 0, 2),
+    7: (-1, 0),
+    8: (-1, 0),
+}
 """Steps that are tried for a group by the bits of its codes, in sixteenths of an octave below the
-one that brings the largest number to the end of the range. By hand."""
-FEW_CLIP_SHIFTS = (0, 2, 4, 6)
-"""The same for more bits, which pay less for clipping."""
+one that brings the largest number to the end of the range. By hand: few bits pay for clipping, and
+many are lost by it, so that the next larger step is tried too, which clips nothing."""
 
 
 def nearest_grouped_codes(
@@ -301,43 +308,102 @@ def nearest_grouped_codes(
     n_rows, size = rows.shape
     n_groups = group_count(size, group)
     width = group if n_groups > 1 else size
-    padded = np.zeros((n_rows, n_groups * width))
-    padded[:, :size] = rows
-    grouped = padded.reshape(n_rows, n_groups, width)
-    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    # 1. The step of each group that brings its largest number to the lowest code, and its exponent
-    #    below the largest of these in its row.
-    largest = np.max(grouped, axis=2)
-    smallest = np.min(grouped, axis=2)
-    is_negative_step = largest >= -smallest
-    ends = np.maximum(largest, -smallest) / -lowest
-    units = np.max(ends, axis=1, initial=0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        below = np.rint(STEPS_PER_OCTAVE * np.log2(units[:, None] / ends))
-    below = np.where(ends > 0.0, below, MAX_STEP_EXPONENT)
-    signs = np.where(is_negative_step, -1.0, 1.0)
-    inverse_units = np.divide(1.0, units, out=np.zeros_like(units), where=units > 0.0)
-    scaled = grouped * (signs * inverse_units[:, None])[:, :, None]
-    # 2. Of some steps the one of least error.
-    best_error = np.full(ends.shape, np.inf)
-    best_codes = np.zeros_like(scaled)
-    best_exponents = np.full(ends.shape, float(MAX_STEP_EXPONENT))
-    for shift in CLIP_SHIFTS.get(bits, FEW_CLIP_SHIFTS):
-        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
-        sizes = np.exp2(-exponents / STEPS_PER_OCTAVE)[:, :, None]
-        codes = np.clip(np.rint(scaled / sizes), lowest, highest)
-        residual = scaled - sizes * codes
-        error = np.einsum("sgp,sgp->sg", residual, residual)
-        is_better = error < best_error
-        best_error = np.where(is_better, error, best_error)
-        best_exponents = np.where(is_better, exponents, best_exponents)
-        best_codes = np.where(is_better[:, :, None], codes, best_codes)
-    steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
-    flat_codes = best_codes.reshape(n_rows, n_groups * width)[:, :size]
+    codes = np.zeros((n_rows, n_groups * width), dtype=np.int8)
+    steps = np.zeros((n_rows, n_groups), dtype=np.uint8)
+    units = np.zeros(n_rows)
+    # Some rows at a time, which a processor's cache holds.
+    at_once = max(1, BLOCK_NUMBERS // max(1, size))
+    for start in range(0, n_rows, at_once):
+        part = slice(start, start + at_once)
+        padded = rows[part]
+        if n_groups * width > size:
+            padded = np.zeros((len(padded), n_groups * width))
+            padded[:, :size] = rows[part]
+        grouped = padded.reshape(len(padded), n_groups, width)
+        steps[part], units[part] = _grouped_codes(grouped, bits, codes[part].reshape(grouped.shape))
     if n_groups == 1:
         units = units * step_values(steps[:, 0])
         steps = steps[:, :0]
-    return flat_codes.astype(np.int8), steps, units
+    return codes[:, :size], steps, units
+
+
+BLOCK_NUMBERS = 2**15
+"""Numbers that are rounded at a time: their copies fit into a cache of half a megabyte."""
+
+
+def _grouped_codes(
+    grouped: NDArray[np.float64], bits: int, codes: Codes
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Write the codes of some rows, (s, groups, p), and return their steps and units.
+
+    Numbers are compared in single precision: a code is a number of eight bits.
+    """
+    n_rows, n_groups, width = grouped.shape
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    # 1. All numbers in units of the largest of their row. Those of a group lie along the axis that
+    #    is shorter, since sums over it then run along the longer one.
+    rows = grouped.reshape(n_rows, -1)
+    peaks = np.maximum(rows.max(axis=1, initial=0.0), -rows.min(axis=1, initial=0.0))
+    inverse_peaks = np.divide(1.0, peaks, out=np.zeros_like(peaks), where=peaks > 0.0)
+    flat = grouped.reshape(-1, width)
+    axis = 0 if width < len(flat) else 1
+    numbers = np.empty(flat.T.shape if axis == 0 else flat.shape, dtype=np.float32)
+    of_groups = np.repeat(inverse_peaks, n_groups)[:, None] * flat
+    np.copyto(numbers, of_groups.T if axis == 0 else of_groups, casting="same_kind")
+    # 2. The step of each group that brings its largest number to the lowest code, and its exponent
+    #    below the largest of these in its row.
+    largest = numbers.max(axis=axis)
+    smallest = numbers.min(axis=axis)
+    is_negative_step = largest >= -smallest
+    ends = np.maximum(largest, -smallest)
+    with np.errstate(divide="ignore"):
+        below = np.rint(-STEPS_PER_OCTAVE * np.log2(ends))
+    below = np.minimum(below, MAX_STEP_EXPONENT).astype(np.intp)
+    in_lowest = np.where(is_negative_step, lowest, -lowest).astype(np.float32)
+    sizes = np.exp2(-np.arange(MAX_STEP_EXPONENT + 1) / STEPS_PER_OCTAVE)
+    inverse_sizes = (1.0 / sizes).astype(np.float32)
+    squared_sizes = (sizes**2).astype(np.float32)
+    # 3. Of some steps the one of least error.
+    in_steps = np.empty_like(numbers)
+    rounded = np.empty_like(numbers)
+
+    def round_at(exponents: NDArray[np.intp]) -> None:
+        per_step = in_lowest * inverse_sizes[exponents]
+        np.multiply(numbers, per_step if axis == 0 else per_step[:, None], out=in_steps)
+        np.rint(in_steps, out=rounded)
+        np.clip(rounded, lowest, highest, out=rounded)
+
+    best_error = np.full(len(ends), np.inf, dtype=np.float32)
+    best_exponents = np.full(len(ends), MAX_STEP_EXPONENT)
+    for shift in CLIP_SHIFTS[bits]:
+        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
+        round_at(exponents)
+        np.subtract(in_steps, rounded, out=rounded)
+        np.multiply(rounded, rounded, out=rounded)
+        error = squared_sizes[exponents] * rounded.sum(axis=axis)
+        is_better = error < best_error
+        best_error = np.where(is_better, error, best_error)
+        best_exponents = np.where(is_better, exponents, best_exponents)
+    round_at(best_exponents)
+    np.copyto(codes.reshape(flat.shape), rounded.T if axis == 0 else rounded, casting="unsafe")
+    steps = (best_exponents + np.where(is_negative_step, 128, 0)).astype(np.uint8)
+    return steps.reshape(n_rows, n_groups), peaks / -lowest
+
+
+def with_steps(codes: Codes, steps: NDArray[np.uint8], group: int) -> NDArray[np.float64]:
+    """Return codes (s, p) times the steps of their groups.
+
+    >>> with_steps(np.array([[1, 1, 1]], dtype=np.int8), np.array([[0, 16]], dtype=np.uint8), 2)
+    array([[1. , 1. , 0.5]])
+    """
+    values = codes.astype(np.float64)
+    if steps.shape[-1]:
+        whole = values.shape[1] // group
+        step = step_values(steps)
+        in_groups = values[:, : whole * group].reshape(len(values), whole, group)
+        in_groups *= step[:, :whole, None]
+        values[:, whole * group :] *= step[:, whole:]
+    return values
 
 
 def step_values(steps: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -418,8 +484,17 @@ def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
 
     They are offset to be unsigned, most significant bit first.
     """
-    unsigned = (codes.reshape(-1).astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
-    return np.packbits(np.unpackbits(unsigned[:, None], axis=1)[:, 8 - bits :])
+    flat = codes.reshape(-1)
+    # Eight codes make a number of so many bytes; those of the last are filled up by zero bits.
+    eights = np.zeros((-(-flat.size // 8), 8), dtype=np.uint64)
+    eights.reshape(-1)[: flat.size] = (flat.view(np.uint8) + np.uint8(2 ** (bits - 1))) & np.uint8(
+        2**bits - 1
+    )
+    numbers = np.zeros(len(eights), dtype=np.uint64)
+    for place in range(8):
+        numbers = (numbers << np.uint64(bits)) | eights[:, place]
+    packed = numbers.astype(">u8").view(np.uint8).reshape(-1, 8)[:, 8 - bits :]
+    return np.ascontiguousarray(packed).reshape(-1)[: packed_size(flat.size, bits)]
 
 
 def packed_size(count: int, bits: int) -> int:

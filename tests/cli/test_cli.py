@@ -119,7 +119,7 @@ def test_two_ratios_have_a_directory_each_and_no_report_in_common(small, tmp_pat
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"o-1.5", "o-2", "both.json"}
     sizes = [open_checkpoint(tmp_path / f"o-{ratio}").adapter_parameters for ratio in ("1.5", "2")]
-    assert 96 / 1.5 >= sizes[0] > sizes[1]
+    assert 96 / 1.5 >= sizes[0] >= sizes[1]
     one = run_command(*goal[:3], "2", *goal[4:], "--report", tmp_path / "r.html", "--json", "-")
     assert one.returncode == 0
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
@@ -205,8 +205,8 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         (
             (),
             (
-                "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as "
-                "--ratio 48"
+                "one goal for all adapters: --ratio N, --params N, --bytes N, --max-rank N, "
+                "--energy SHARE or --rtol E; such as --ratio 48"
             ),
         ),
         (("--plan", tmp_path / "plan.toml", "--ratio", 48), "leave out --plan, or --ratio"),

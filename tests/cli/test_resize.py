@@ -191,6 +191,66 @@ def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["style.safetensors"]
 
 
+def test_a_dry_run_without_an_output_takes_the_way_of_a_file_for_a_file(tmp_path):
+    put(tmp_path / "style.safetensors")
+    asked = ("compress", "style.safetensors", "--ratio", 2, "--dry-run")
+    done, named = (
+        run_command(*asked, *out, cwd=tmp_path) for out in ((), ("--out", "small.safetensors"))
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == named.stdout
+    assert "times fewer" in done.stdout
+    # What only a directory holds leads there, as a directory of a PEFT adapter does.
+    in_integers = run_command(*asked, "--storage", "int8", cwd=tmp_path)
+    folder = write_lora_directory(tmp_path / "peft")
+    of_directory = run_command("compress", folder, "--ratio", 2, "--dry-run")
+    for other in (in_integers, of_directory):
+        assert other.returncode == 0, other.stderr
+        assert "Used truncated SVD" not in other.stdout
+        assert "low rank" in other.stdout
+
+
+def test_a_dry_run_of_a_directory_of_files_needs_no_output(tmp_path):
+    (tmp_path / "styles").mkdir()
+    for name in ("a", "b"):
+        put(tmp_path / "styles" / f"{name}.safetensors")
+    done = run_command("compress", "styles", "--ratio", 2, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("times fewer") == 2
+
+
+def test_ranks_as_kohya_asks_for_them(tmp_path):
+    put(tmp_path / "style.safetensors")
+    for options, ranks in (
+        (("--max-rank", 3), {3}),
+        (("--energy", 0.7, "--max-rank", 2), {1, 2}),
+        (("--ratio", 7, "--min-rank", 1), {1, 2}),
+    ):
+        done = run_command(
+            "compress",
+            "style.safetensors",
+            *options,
+            "--out",
+            "small.safetensors",
+            "--force",
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        written = open_checkpoint(tmp_path / "small.safetensors")
+        assert len(written.layers) == 6
+        assert {layer.rank for layer in written.layers} == ranks
+        done = run_command("verify", "style.safetensors", "small.safetensors", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_a_goal_the_goals_are_named(tmp_path):
+    put(tmp_path / "style.safetensors")
+    done = run_command("compress", "style.safetensors", "--out", "o.safetensors", cwd=tmp_path)
+    assert done.returncode == 2
+    for option in ("--ratio N", "--bytes N", "--max-rank N", "--energy SHARE", "--rtol E"):
+        assert option in done.stderr
+
+
 def test_a_file_of_so_many_bytes_is_no_larger(tmp_path):
     source = open_checkpoint(put(tmp_path / "style.safetensors"))
     size = 12_000

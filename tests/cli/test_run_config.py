@@ -176,6 +176,7 @@ def test_every_setting_of_a_file_can_be_written_and_read(tmp_path):
         "rtol": 0.5, "separation_rank": 2, "parameters": 1e3, "ratio": [96.0, 48.0], "bytes": 9000,
         "kl": 0.1, "keep": 0.9, "inner_shape": [4, 2], "max_rank": 4, "structure": "lsr",
         "only": ["*.attn.*"],
+        "energy": 0.9, "min_rank": 1,
         "storage": "auto", "statistics": str(tmp_path / "statistics"), "workers": 2,
         "device": "cuda:1", "base": 'a "b" \\ é', "data": str(tmp_path / "texts.txt"),
         "held_out": 64, "batch": 4, "max_length": 128, "truncate": True, "dtype": "bfloat16",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.files.layer_names import common_prefix
 from lsrdecomp.lora.files.provenance import installed_version
-from lsrdecomp.lora.search.plan import GOALS
+from lsrdecomp.lora.search.plan import goals_of
 from lsrdecomp.markup import size_text
 
 if TYPE_CHECKING:
@@ -112,13 +112,15 @@ def _goal_text(compression: Compression) -> str:
     fidelity, plan = compression.fidelity, compression.plan
     if fidelity is not None and fidelity.requested is not None:
         return f"Asked for {100 * fidelity.requested:.3g} % of the LoRA's effect"
-    goal = next(name for name in GOALS if getattr(plan, name) is not None)
+    (goal,) = goals_of(plan.to_json())
     value = getattr(plan, goal)
     texts = {
         "ratio": f"{value:g} times fewer parameters",
         "parameters": f"{value:,.0f} parameters",
         "bytes": f"at most {value:,.0f} bytes",
         "rtol": f"a relative error of {value:g} in every layer",
+        "energy": f"{100 * value:g} % of the squared singular values of every layer",
+        "max_rank": f"a rank of at most {value:g} in every layer",
         "separation_rank": f"{value} terms in every layer",
         "kl": f"a KL of {value:g} nats",
     }

@@ -32,6 +32,8 @@ from lsrdecomp.lora.files.writers.same import (
 from lsrdecomp.lora.files.writers.table import CUT_FORMATS
 from lsrdecomp.lora.measure.verify_files import verify
 from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
+from lsrdecomp.lora.search.plain_svd import ranks_within
+from lsrdecomp.lora.search.plan import goals_of
 from lsrdecomp.lora.search.request import Request
 from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.threads import one_blas_thread
@@ -142,7 +144,9 @@ class Truncation:
                 yield ratio, self.parameters, self.relative_error
                 continue
             max_parameters = self.parameters_before / ratio
-            ranks = _ranks_within_size(self.layers, self.sigma, max_parameters, rule)
+            ranks = _ranks_within_size(
+                self.layers, self.sigma, max_parameters, rule, [0] * len(self.layers)
+            )
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
@@ -244,8 +248,10 @@ def truncate(
     bytes: int | None = None,
     parameters: float | None = None,
     rtol: float | None = None,
+    energy: float | None = None,
     storage: str | None = None,
     max_rank: int | None = None,
+    min_rank: int | None = None,
     only: tuple[str, ...] | None = None,
     to: str = "same",
     on_step: OnStep | None = None,
@@ -257,14 +263,14 @@ def truncate(
     checkpoint : Checkpoint
         A LoRA in a format that `write_pairs` can write.
     plan : CompressionPlan, optional
-        A ratio, parameters or bytes of the file over all layers, or a relative error of every layer
-        (``rtol``).
-    ratio, bytes, parameters, rtol : number, optional
-        The goal, where there is no plan: one of these.
+        A ratio, parameters or bytes of the file over all layers; or for every layer a relative
+        error (``rtol``), a share of Σσ² (``energy``) or no more than a rank (``max_rank``).
+    ratio, bytes, parameters, rtol, energy : number, optional
+        The goal, where there is no plan: one of these, or ``max_rank`` alone.
     storage : str, optional
         A floating type, here or in the plan; absent, that of each layer.
-    max_rank : int, optional
-        Maximum rank of a layer.
+    max_rank, min_rank : int, optional
+        Maximum and minimum rank of a layer; with a minimum of 1 none is left out.
     only : tuple of str, optional
         Patterns of names, or of their ends from a dot on, in which ``*`` stands for anything:
         layers that match one are truncated, and the goal is theirs; all others are copied byte for
@@ -300,9 +306,11 @@ def truncate(
         "bytes": bytes,
         "parameters": parameters,
         "rtol": rtol,
+        "energy": energy,
         "storage": storage,
         "max_rank": max_rank,
         "only": only,
+        "min_rank": min_rank,
     }
     request = Request.parse(given, plan=plan, to_file=True)
     plan = request.plan
@@ -323,13 +331,7 @@ def truncate(
         sigma.append(to_numpy(layer.gauge[1]))
         read.add()
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
-    rule = rank_rule(part, to)
-    if plan.rtol is not None:
-        ranks = _ranks_within_error(sigma, plan.rtol, rule)
-    else:
-        ranks = _ranks_within_size(layers, sigma, _max_parameters(part, plan), rule)
-    if plan.max_rank is not None:
-        ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
+    ranks = _chosen_ranks(part, plan, to, layers, sigma)
     if not any(ranks):
         raise BudgetError(
             "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
@@ -404,6 +406,31 @@ def _refuse_common_rank(checkpoint: Checkpoint, names: Collection[str], what: st
         )
 
 
+def _chosen_ranks(
+    part: Checkpoint,
+    plan: CompressionPlan,
+    to: str,
+    layers: Sequence[Layer],
+    sigma: Sequence[Array],
+) -> tuple[int, ...]:
+    """Return the rank that a plan gives each layer of the part that is cut."""
+    rule = rank_rule(part, to)
+    highest = [min(layer.rank, plan.max_rank or layer.rank) for layer in layers]
+    floor = [min(plan.min_rank or 0, rank) for rank in highest]
+    if not any(float(values[0]) > 0.0 for values in sigma):  # a LoRA of zeros is written as one
+        return tuple(max(rank, 1) for rank in floor)
+    if plan.layer_rtol is not None:
+        ranks = _ranks_within_error(sigma, plan.layer_rtol, rule)
+    elif goals_of(plan.to_json()) == ["max_rank"]:
+        ranks = _ranks_within_error(sigma, 0.0, rule)
+    else:
+        max_parameters = _max_parameters(part, plan)
+        shortened = [values[:rank] for values, rank in zip(sigma, highest, strict=True)]
+        return _ranks_within_size(layers, shortened, max_parameters, rule, floor)
+    bounds = zip(ranks, floor, highest, strict=True)
+    return tuple(min(max(rank, lowest), most) for rank, lowest, most in bounds)
+
+
 def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
     """Return the smallest ranks at which each layer is within a relative error."""
     ranks = []
@@ -420,16 +447,32 @@ def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> 
 
 
 def _ranks_within_size(
-    layers: Sequence[Layer], sigma: Sequence[Array], max_parameters: float, rule: RankRule
+    layers: Sequence[Layer],
+    sigma: Sequence[Array],
+    max_parameters: float,
+    rule: RankRule,
+    floor: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the ranks that keep most within a number of parameters."""
+    """Return the ranks that keep most within a number of parameters, none below its floor."""
     # Layers of a group have one rank, so a component of a group is one of each of its layers.
     gains = [_component_gains([sigma[i] for i in group]) for group in rule.groups]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
-    if rule.is_common:
+    lowest = [floor[group[0]] for group in rule.groups]
+    needed = sum(rank * size for rank, size in zip(lowest, sizes, strict=True))
+    if needed > max_parameters:
+        raise BudgetError(
+            f"a rank of {max(lowest)} in every layer takes {needed:,} parameters, and "
+            f"{max_parameters:,.0f} are allowed: allow more, or layers to be left out"
+        )
+    if rule.is_common and any(lowest):
+        common = int(max_parameters // sum(sizes))
+        group_ranks = [min(common, len(gain)) for gain in gains]
+    elif rule.is_common:
         group_ranks = _best_common_rank(gains, sizes, max_parameters)
     else:
-        group_ranks = _best_ranks(gains, sizes, max_parameters)
+        beyond = [gain[rank:] for gain, rank in zip(gains, lowest, strict=True)]
+        more = ranks_within(beyond, sizes, max_parameters - needed)
+        group_ranks = [rank + extra for rank, extra in zip(lowest, more, strict=True)]
     ranks = [0] * len(layers)
     for group, rank in zip(rule.groups, group_ranks, strict=True):
         for i in group:
@@ -444,30 +487,6 @@ def _component_gains(sigma: Sequence[Array]) -> Array:
     return np.asarray(np.sum(squares, axis=0))
 
 
-def _best_ranks(gains: Sequence[Array], sizes: Sequence[int], max_parameters: float) -> list[int]:
-    """Return the rank of each group, from components in the order of their gain per parameter.
-
-    Parameters
-    ----------
-    gains : sequence of Array
-        Squared error that each component of a group removes, in falling order.
-    sizes : sequence of int
-        Parameters of one component of each group.
-    max_parameters : float
-    """
-    counts = [0] * len(gains)
-    used = 0
-    slopes = [gain / size for gain, size in zip(gains, sizes, strict=True)]
-    owners = np.repeat(np.arange(len(gains)), [len(slope) for slope in slopes])
-    steepness = np.concatenate(slopes)
-    for component in np.argsort(-steepness, kind="stable"):
-        i = int(owners[component])
-        if steepness[component] > 0.0 and used + sizes[i] <= max_parameters:
-            counts[i] += 1
-            used += sizes[i]
-    return counts
-
-
 def _best_common_rank(
     gains: Sequence[Array], sizes: Sequence[int], max_parameters: float
 ) -> list[int]:
@@ -478,7 +497,7 @@ def _best_common_rank(
         # With a given rank each group is one component: kept or left out.
         group_gains = [gain[:rank].sum(keepdims=True) for gain in gains]
         group_sizes = [rank * size for size in sizes]
-        is_kept = _best_ranks(group_gains, group_sizes, max_parameters)
+        is_kept = ranks_within(group_gains, group_sizes, max_parameters)
         ranks = [rank * kept for kept in is_kept]
         kept_gain = sum(float(gain[:count].sum()) for gain, count in zip(gains, ranks, strict=True))
         if kept_gain > best_gain:

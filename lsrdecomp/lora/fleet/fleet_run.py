@@ -232,7 +232,8 @@ def run_fleet(
                 ended.add()
 
         # 2. Of each group of like adapters one, until one is done or none is left.
-        searches_shapes = plan.separation_rank is None and plan.rtol is None
+        has_shapes = statistics is not None or plan.structure is not None
+        searches_shapes = has_shapes and plan.separation_rank is None and plan.layer_rtol is None
         groups = []
         if share and searches_shapes and pending:
             groups = _like_adapters({name: str(folder / name) for name in names}, max_memory)

@@ -1,7 +1,6 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .curves import adapter_curves as adapter_curves
 from .effort import ResourceLimits as ResourceLimits
-from .effort import Screening as Screening
 from .measured_settings import MeasuredSettings as MeasuredSettings
 from .plan import CompressionPlan as CompressionPlan
 from .plan import Resources as Resources

@@ -248,7 +248,7 @@ def water_filled_candidates(
     """
     svd = layer_svd(layer)
     codes = ComponentCodes(layer, svd)
-    levels_by_step = water_fill(layer, *svd, max_bits)
+    levels_by_step = water_fill(layer, max_bits, svd=svd)
     if not levels_by_step:
         return []
     # Consecutive steps differ in one component: take some, evenly spaced in their logarithm.
@@ -277,7 +277,7 @@ def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRankCandidate]:
         ranks |= {round(value) for value in spaced}
     candidates = []
     for rank in sorted(ranks):
-        levels = equal_width_levels(layer, *svd, bits, rank)
+        levels = equal_width_levels(layer, bits, rank, svd=svd)
         candidates.append(_coded_candidate(layer, *codes.priced(levels), levels))
     return candidates
 

@@ -1,4 +1,4 @@
-"""What of a search is set beside `Search`: the layers that it leaves out, and its memory.
+"""What of a search is set beside `Search`: its memory.
 
 All other numbers that steer it are constants beside the steps that use them, each with its unit;
 they were set by hand unless a line says what was measured. The file needs no NumPy, so that
@@ -11,38 +11,6 @@ from dataclasses import dataclass
 
 Ranks = tuple[int, int]
 """Numbers of terms of the output side and of the input side of an LSR product."""
-
-
-@dataclass(frozen=True, slots=True)
-class Screening:
-    """The layers that are not solved in the Frobenius norm; see `lora.search.screening`.
-
-    Nothing is left out in other norms, in integers, of ``structure="lsr"`` and with the shapes of
-    `Search.like`.
-
-    Attributes
-    ----------
-    min_advantage : float
-        Least estimate of what an LSR product keeps, in units of a truncated SVD of as many
-        parameters, for a layer to be solved; 0 leaves out none but by rank. Of 1,128 layers of 15
-        adapters 84 have a product above one unit, and their least estimate is 0.92; that product
-        was chosen for none of the ratios 4, 8, 16 and 48.
-    min_filling_gain : float
-        Relative decrease of the error over all layers from which products are also solved to fill
-        what truncated SVDs leave of a budget, in ``filling_layers`` layers.
-    filling_layers : int
-        Layers that are solved for it: those whose products are nearest to the price that a
-        parameter has in the budget.
-
-    Examples
-    --------
-    >>> Screening(min_advantage=0.0).min_advantage                     # for `Search(screening=…)`
-    0.0
-    """
-
-    min_advantage: float = 0.95
-    min_filling_gain: float = 5e-4
-    filling_layers: int = 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from lsrdecomp.fields import (
     whole_number,
 )
 from lsrdecomp.lora.files.progress import ProgressUpdate as ProgressUpdate
-from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits, Screening
+from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.layers import Layer
     from lsrdecomp.lora.search.shapes import Configuration
 
-GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
+GOALS = ("rtol", "energy", "separation_rank", "parameters", "ratio", "bytes", "kl")
+"""Goals of which a plan has one. ``max_rank`` is the goal where there is no other."""
 ODD_WIDTHS = ("int6", "int5", "int3", "int2")
 """Widths of codes that layers may have where they choose; an adapter as a whole has none."""
 STORAGES = {
@@ -106,6 +107,12 @@ class CompressionPlan(Settings):
         POSITIVE,
         "Maximum relative error of every layer, as written.",
     ] = None
+    energy: Annotated[
+        float | None,
+        ON_COMMAND_LINE,
+        POSITIVE,
+        "Minimum share of Σσ² that every layer keeps; the square of kohya's sv_fro.",
+    ] = None
     separation_rank: Annotated[
         int | None,
         ON_COMMAND_LINE,
@@ -150,7 +157,14 @@ class CompressionPlan(Settings):
         int | None,
         ON_COMMAND_LINE,
         whole_number(1),
-        "Maximum rank of a layer when it is served as a LoRA.",
+        "Maximum rank of a layer when it is served as a LoRA: kohya's new_rank. Without another "
+        "goal it is the goal.",
+    ] = None
+    min_rank: Annotated[
+        int | None,
+        ON_COMMAND_LINE,
+        whole_number(1),
+        "Minimum rank of every layer; 1 leaves no layer out.",
     ] = None
     only: Annotated[
         tuple[str, ...] | None,
@@ -187,12 +201,10 @@ class CompressionPlan(Settings):
 
     def _check_goal(self) -> None:
         """Refuse more than one goal or none, and a goal that nothing meets."""
-        goals = [name for name in GOALS if getattr(self, name) is not None]
+        goals = goals_of(asdict(self))
         if len(goals) != 1:
             raise BudgetError(
-                f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error "
-                "(rtol), a number of terms (separation_rank), or a size (parameters, ratio, "
-                "bytes) or divergence (kl) for all layers together"
+                f"one goal is needed, got {' and '.join(goals) or 'none'}: {GOALS_IN_WORDS}"
             )
         if self.ratio is not None and self.ratio <= 1.0:
             raise BudgetError(
@@ -203,13 +215,21 @@ class CompressionPlan(Settings):
                 f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; "
                 "ask for less"
             )
+        if self.energy is not None and self.energy >= 1.0:
+            raise BudgetError(
+                f"energy is a share of the squared singular values, below 1, such as 0.95; got "
+                f"{self.energy:g}"
+            )
+        if (self.min_rank or 0) > (self.max_rank or math.inf):
+            raise BudgetError(f"min_rank {self.min_rank} is above max_rank {self.max_rank}")
 
     def _check_given_terms(self) -> None:
         """Refuse choices that the search makes, beside a number of terms for all layers."""
-        if self.max_rank is not None:
-            raise BudgetError(
-                "max_rank goes with goals that choose their shapes, not with separation_rank"
-            )
+        for name in ("max_rank", "min_rank"):
+            if getattr(self, name) is not None:
+                raise BudgetError(
+                    f"{name} goes with goals that choose their shapes, not with separation_rank"
+                )
         if self.structure is not None:
             raise BudgetError(
                 "structure goes with goals that choose their shapes; with separation_rank every "
@@ -241,8 +261,21 @@ class CompressionPlan(Settings):
         return STORAGES.get(storage, (storage,))
 
     def with_default_storage(self, storage: str = DEFAULT_STORAGE) -> CompressionPlan:
-        """Return the plan with this storage if it names none, else the plan itself."""
-        return self if self.storage else self.replace(storage=storage)
+        """Return the plan itself if it names a storage; else with this one, or the best for bytes.
+
+        Parameters
+        ----------
+        storage : str
+            Taken where bytes are no goal.
+        """
+        if self.storage:
+            return self
+        return self.replace(storage=storage if self.bytes is None else "auto")
+
+    @property
+    def layer_rtol(self) -> float | None:
+        """Maximum relative error of every layer, from ``rtol`` or ``energy``; None if neither."""
+        return self.rtol if self.energy is None else math.sqrt(1.0 - self.energy)
 
     @property
     def float_storage(self) -> str:
@@ -267,11 +300,15 @@ class CompressionPlan(Settings):
             If the divergence that is asked for is no less than ``effect``.
         """
         budget = Budget(
-            self.parameters, self.bytes, layer_rtol=self.rtol, only_lsr=self.structure == "lsr"
+            self.parameters,
+            self.bytes,
+            layer_rtol=self.layer_rtol,
+            only_lsr=self.structure == "lsr",
+            min_rank=self.min_rank or 0,
+            max_rank=self.max_rank,
         )
-        max_rank = self.max_rank
-        if max_rank is not None:
-            budget = replace(budget, allowed=lambda candidate: candidate.rank <= max_rank)
+        if goals_of(asdict(self)) == ["max_rank"]:
+            return replace(budget, parameters=math.inf)
         if self.ratio is not None:
             parameters = math.fsum(layer.parameters for layer in layers)
             return replace(budget, parameters=parameters / self.ratio)
@@ -286,6 +323,21 @@ class CompressionPlan(Settings):
     def to_json(self) -> dict[str, Any]:
         """Return the settings that are not None, for the provenance of a written adapter."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+GOALS_IN_WORDS = (
+    "a relative error (rtol) or share of the squared singular values (energy) of every layer, a "
+    "rank (max_rank) or number of terms (separation_rank), or a size (parameters, ratio, bytes) or "
+    "divergence (kl) for all layers together"
+)
+
+
+def goals_of(given: Mapping[str, Any]) -> list[str]:
+    """Return the goals among settings that are not None."""
+    goals = [name for name in GOALS if given.get(name) is not None]
+    if not goals and given.get("keep") is None and given.get("max_rank") is not None:
+        return ["max_rank"]
+    return goals
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +358,10 @@ class Budget:
         Returns whether a candidate may be chosen; absent, all may.
     only_lsr : bool
         Whether every layer that has LSR products must be one of them.
+    storages : tuple of str, optional
+        Those that layers may have; absent, all of the table.
+    min_rank, max_rank : int, optional
+        Bounds on the rank of a layer; one that has a lower rank keeps it.
 
     Examples
     --------
@@ -320,17 +376,22 @@ class Budget:
     allowed: Callable[[Candidate], bool] | None = None
     only_lsr: bool = False
     storages: tuple[str, ...] | None = None
+    min_rank: int = 0
+    max_rank: int | None = None
 
     @property
     def cost(self) -> float | None:
         """Maximum cost in parameters or bytes; None if the error is bounded instead."""
         return self.parameters if self.bytes is None else self.bytes
 
-    def allows(self, candidate: Candidate) -> bool:
-        """Return whether a candidate may be chosen; leaving a layer out is always allowed."""
-        if candidate.parameters == 0 or self.allowed is None:
-            return True
-        return self.allowed(candidate)
+    def allows(self, candidate: Candidate, rank: int) -> bool:
+        """Return whether a candidate may be chosen for a layer of a rank."""
+        if candidate.rank < min(self.min_rank, rank):
+            return False
+        if self.max_rank is not None and candidate.rank > self.max_rank:
+            return False
+        # Leaving a layer out is one of the things that need no leave.
+        return candidate.parameters == 0 or self.allowed is None or self.allowed(candidate)
 
     def without_odd_widths(self, storages: Sequence[str]) -> Budget:
         """Return the budget in those of these storages that are no `ODD_WIDTHS`."""
@@ -383,8 +444,6 @@ class Search:
     shapes : Mapping of layer name to configuration, optional
         Shapes of the layers of another adapter. They, and the commonest of them for each size of
         layer, are solved in place of the grid and its neighbours; see `Search.like`.
-    screening : Screening
-        Layers that are left out because truncated SVD is better.
 
     Examples
     --------
@@ -397,7 +456,6 @@ class Search:
     inner_rank: int = 8
     sweeps: int = 40
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
-    screening: Screening = field(default_factory=Screening)
 
     @classmethod
     def like(cls, compressed: Checkpoint) -> Search:

@@ -18,7 +18,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import SettingsError
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import (
-    GOALS,
+    GOALS_IN_WORDS,
     ON_A_BASE,
     SEARCHING,
     SIZED,
@@ -28,6 +28,7 @@ from lsrdecomp.lora.search.plan import (
     ReadOn,
     Resources,
     Route,
+    goals_of,
 )
 
 if TYPE_CHECKING:
@@ -61,11 +62,7 @@ class Interface:
 PYTHON = Interface(
     name=str,
     argument="{}=".format,
-    goals=(
-        "a relative error (rtol), a number of terms (separation_rank), or a size (parameters, "
-        "ratio, bytes) or divergence (kl) for all layers together, or with a base a share to keep "
-        "(keep)"
-    ),
+    goals=f"{GOALS_IN_WORDS}, or with a base a share to keep (keep)",
     leave_truncated="call lsrdecomp.compress",
     truncate="lsrdecomp.lora.compress.truncate",
 )
@@ -89,6 +86,7 @@ class Request:
     plan: CompressionPlan | None = None  # None for a share to keep, whose plans are made later
     storage: str | None = None  # None if none was given; see `for_adapter`
     max_rank: int | None = None
+    min_rank: int | None = None
     structure: str | None = None
     base: Annotated[Any, ON_A_BASE] = None
     data: Annotated[Any, ON_A_BASE] = None
@@ -190,6 +188,7 @@ class Request:
             plan=None if goal == "keep" else plan,
             storage=plan.storage,
             max_rank=plan.max_rank,
+            min_rank=plan.min_rank,
             structure=plan.structure,
             measured=measured,
             **{name: given[name] for name in names if name in given},
@@ -205,10 +204,10 @@ class Request:
         """
         if self.storage is not None or self.route is Route.TRUNCATED:
             return self
-        if self.route is Route.MEASURED and self.goal in ("keep", "bytes"):
-            storage = "auto"  # the fewest bytes; what they keep is measured
-        plan = None if self.plan is None else self.plan.replace(storage=storage)
-        return replace(self, plan=plan, storage=storage)
+        if self.plan is None:
+            return replace(self, storage="auto")  # the fewest bytes; what they keep is measured
+        plan = self.plan.with_default_storage(storage)
+        return replace(self, plan=plan, storage=plan.storage)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as ``compress --config`` reads them.
@@ -217,7 +216,8 @@ class Request:
         are no files are described in a few words.
         """
         values: dict[str, Any] = {}
-        chosen: dict[str, Any] = {"max_rank": self.max_rank, "structure": self.structure}
+        names = ("max_rank", "min_rank", "structure")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.plan is not None:
             chosen = self.plan.to_json()
         chosen["storage"] = self.storage
@@ -319,9 +319,7 @@ def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, interface: Int
                 f"a plan was given, and {' and '.join(beside)} beside it: one of the two"
             )
     goals = ["keep"] if "keep" in given else []
-    goals += [name for name in GOALS if name in given]
-    if plan is not None:
-        goals += [name for name in GOALS if getattr(plan, name) is not None]
+    goals += goals_of(given if plan is None else {**given, **plan.to_json()})
     if len(goals) != 1:
         names = " and ".join(map(interface.name, goals)) or "none"
         raise BudgetError(f"one goal is needed, got {names}: {interface.goals}")

@@ -18,7 +18,8 @@ from lsrdecomp.lora.files import Checkpoint, write_lsr
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.provenance import REPORT, read_provenance
 from lsrdecomp.lora.search.candidates import StoredSummary
-from lsrdecomp.lora.search.plan import GOALS, STORAGES, CompressionPlan
+from lsrdecomp.lora.search.plain_svd import MEASURED_NUMBERS
+from lsrdecomp.lora.search.plan import STORAGES, CompressionPlan, goals_of
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.threads import one_blas_thread
 
@@ -29,10 +30,16 @@ if TYPE_CHECKING:
     from lsrdecomp.formats.stored import Stored
     from lsrdecomp.lora.search.candidates import Materialized
     from lsrdecomp.lora.search.layers import Layer
+    from lsrdecomp.lora.search.plain_svd import PlainForm
 
-FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float16", "float16": "float32"}
+FINER_STORAGE = {"int4": "int8 or auto", "int8": "float16", "auto": "float32", "float16": "float32"}
 """Storages in which an adapter may take more bytes, by the plan's."""
 
+
+CLEARLY_NEARER = 0.95
+"""Another storage is named if its error is below this factor of the present one's."""
+HEADER_ROOM = 64
+"""Bytes of the header that are allowed for each layer where a number of bytes is proposed."""
 
 MIN_FILL = 0.99
 """A file that has this share of the bytes of a plan fills them; by hand."""
@@ -50,9 +57,7 @@ class Compression:
     chosen : tuple of Materialized
         The factors of each layer.
     low_rank_error : float, optional
-        Relative error of the best truncated SVD for the same budget, in the plan's norm. With
-        `has_plain_rival` that of plain truncated SVD in integers, in as many bytes
-        (`lsrdecomp.lora.search.plain_svd`).
+        Relative error of the best truncated SVD for the same budget, in the plan's norm.
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
@@ -66,7 +71,10 @@ class Compression:
         Whether nothing that was tried is nearer, however much the plan allows.
     solved_layers : int, optional
         Number of layers for which LSR products were solved. In the others truncated SVD is nearer,
-        told by their singular values and vectors (`lsrdecomp.lora.search.effort.Screening`).
+        as their singular values tell (`lsrdecomp.lora.search.screening`).
+    plain_form : PlainForm, optional
+        If present, ``low_rank_error`` is that of plain truncated SVD in as many bytes and this
+        form, the best of all; else it is with as many parameters.
     notes : tuple of str
         What makes the result doubtful, such as texts that are unlike those of the statistics.
     settings : Mapping
@@ -105,6 +113,7 @@ class Compression:
     file_bytes: int | None = None
     is_nearest: bool = False
     solved_layers: int | None = None
+    plain_form: PlainForm | None = None
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     resolved: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -126,16 +135,26 @@ class Compression:
         return self.totals.missed == 0
 
     @property
-    def has_plain_rival(self) -> bool:
-        """True if ``low_rank_error`` is that of plain truncated SVD in integers.
+    def estimates_plain_svd(self) -> bool:
+        """True if plain truncated SVD in as many bytes is estimated from a sample of layers.
 
-        So it is for a storage in integers, and for ``"auto"`` where bytes are counted: otherwise
-        it takes float16.
+        So it is beside floats, whose storage was not chosen by bytes, and for large adapters.
         """
-        plan = self.plan
-        if plan.storage == "auto":
-            return plan.bytes is not None
-        return plan.storage in STORAGES
+        is_small = self.source.adapter_parameters <= MEASURED_NUMBERS
+        in_bytes = self.plan.bytes is not None or self.plan.storage in STORAGES
+        return not (is_small and in_bytes)
+
+    @property
+    def better_bytes(self) -> int | None:
+        """Bytes, for a plan of bytes, in which another storage keeps more than this one.
+
+        None where the storage was chosen by bytes, and where no other keeps more.
+        """
+        if self.plain_form is None or self.low_rank_error is None or self.plan.bytes is not None:
+            return None
+        if self.low_rank_error >= CLEARLY_NEARER * self.error:
+            return None
+        return self.totals.bytes + self.source.extra_bytes + HEADER_ROOM * len(self.layers)
 
     @property
     def unfilled(self) -> str | None:
@@ -205,13 +224,15 @@ class Compression:
         """Return goal, sizes and errors in a few lines, and what to do next."""
         total = self.totals
         plan = self.plan.to_json()
-        goal = next(name for name in GOALS if name in plan)
+        (goal,) = goals_of(plan)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
         norm = "Frobenius" if total.functional_error is None else "Fisher"
         svd = ""
-        if total.low_rank_error is not None:
-            which = "plain" if self.has_plain_rival else "best"
-            svd = f"; {which} truncated SVD of that size {total.low_rank_error:.3g}"
+        if self.better_bytes is not None:
+            svd = f"\n   {self._better_storage(f'bytes={self.better_bytes}')}"
+        elif total.low_rank_error is not None:
+            which = "best" if self.plain_form is None else "plain"
+            svd = f"; {which} truncated SVD of that size {self._rival_error}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
             f"Compression of {self.source.path.name}, {goal} = {plan[goal]:,}\n"
@@ -232,6 +253,9 @@ class Compression:
         yield self._size_sentence()
         if self.unfilled is not None:
             yield self.unfilled
+        if not any(layer.norm for layer in self.layers):
+            yield "Every layer is zero, and is written as zeros of rank 1."
+            return
         if self.fidelity is not None and self.fidelity.distilled:
             return
         text = f"Weight error {total.relative_error:.3g} (relative, Frobenius norm)"
@@ -240,16 +264,36 @@ class Compression:
             yield self._fisher_sentence(unit)
         else:
             yield f"{text}, measured on the stored numbers."
-        if total.low_rank_error is not None:
+        if self.plain_form is not None and self.better_bytes is None:
+            yield (
+                f"Truncated SVD in as many bytes: {self._rival_error} in the same norm "
+                f"({self.plain_form.name}, the best of its storages)."
+            )
+        elif self.plain_form is None and total.low_rank_error is not None:
             rival = "Truncated SVD with as many parameters"
-            if self.has_plain_rival:
-                rival = "Truncated SVD with group-wise integers, in as many bytes"
-            elif self.plan.bytes is not None:
+            if self.plan.bytes is not None:
                 rival = "Truncated SVD in as many bytes"
             elif self.plan.rtol is not None or self.plan.kl is not None:
                 rival = "Truncated SVD at the same budget"
             yield f"{rival}: {total.low_rank_error:.3g} in the same norm."
         yield from self._solved_sentence()
+        if self.better_bytes is not None:
+            better = self._better_storage(f"--bytes {self.better_bytes}")
+            yield f"{better[0].upper()}{better[1:]}."
+
+    def _better_storage(self, request: str) -> str:
+        """Return what a storage that is chosen by bytes keeps, and how it is requested."""
+        assert self.plain_form is not None
+        return (
+            f"in {self.plain_form.storage} the same bytes leave an error of {self._rival_error}, "
+            f"not {self.error:.3g}: {request}"
+        )
+
+    @property
+    def _rival_error(self) -> str:
+        """The error of truncated SVD, with a word if it is an estimate."""
+        is_estimate = self.plain_form is not None and self.estimates_plain_svd
+        return f"{'about ' if is_estimate else ''}{self.low_rank_error:.3g}"
 
     def _solved_sentence(self) -> Iterator[str]:
         """Yield in how many layers LSR products were solved, unless that is in all."""
@@ -258,13 +302,13 @@ class Compression:
             yield self._structure_sentence()
         elif self.solved_layers == 0:
             yield (
-                f"Truncated SVD in all {layers} layers: no LSR product is nearer in this norm, as "
-                "their singular values and vectors tell, so none was solved."
+                f"Truncated SVD in all {layers} layers, for which no LSR product was solved: "
+                "without a base only the weights can be matched."
             )
         elif self.solved_layers is not None and self.solved_layers < layers:
             yield (
                 f"LSR products were solved for {self.solved_layers} of {layers} layers; in the "
-                "others truncated SVD is nearer, as their singular values and vectors tell."
+                "others truncated SVD is nearer, as their singular values tell."
             )
 
     def _structure_sentence(self) -> str:

@@ -4,8 +4,8 @@
 
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
 2. The coarse grid: even splits without an inner rank, for all layers of a group at once. For
-   several budgets, the fine grid as well. In the Frobenius norm only layers are solved in which a
-   product may win (`screening`); the others stay with step 1.
+   several budgets, the fine grid as well. In floats only layers are solved in which a product may
+   win (`screening`); the others stay with step 1.
 
 `fit_budget` chooses among them, and solves more where a budget needs it:
 
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from lsrdecomp.lora.search.caches import SpillCache
 from lsrdecomp.lora.search.candidates import Materialized, plain_candidates
 from lsrdecomp.lora.search.plan import Budget, Resources, Search
-from lsrdecomp.lora.search.screening import LayerSpectrum, estimated_advantage, worth_solving
+from lsrdecomp.lora.search.screening import worth_solving
 from lsrdecomp.lora.search.search_steps import (
     can_be_solved,
     exchange_shapes,
@@ -138,9 +138,6 @@ def search_layers(
         if can_be_solved(layer):
             table.groups.setdefault(layer.group_key, []).append(i)
             table.whole_norm[i] = layer.leading_entries == layer.norm_entries
-            if table.is_screened:
-                advantage = estimated_advantage(layer, search.orders)
-                table.spectra[i] = LayerSpectrum.of(layer, advantage)
     # Search 2: the grid for the layers of each group, or the shapes of another adapter.
     worth: set[int] = set()
     for budget in budgets:
@@ -151,13 +148,12 @@ def search_layers(
 
 def _worth_solving(table: SearchTable, budget: Budget) -> set[int]:
     """Return the layers for which LSR products are to be solved for a budget."""
+    solvable = sorted(i for indices in table.groups.values() for i in indices)
     if not table.is_screened or budget.only_lsr:
-        return {i for indices in table.groups.values() for i in indices}
-    search = table.search
-    order = list(table.spectra)
-    spectra = list(table.spectra.values())
-    positions = worth_solving(spectra, budget, search.inner_rank, table.storages, search.screening)
-    return {order[position] for position in positions}
+        return set(solvable)
+    layers = [table.layers[i] for i in solvable]
+    places = worth_solving(layers, budget, table.search.inner_rank, table.storages)
+    return {solvable[place] for place in places}
 
 
 def _solve_layers(table: SearchTable, worth: set[int]) -> None:

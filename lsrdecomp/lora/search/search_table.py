@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.caches import SpillCache
     from lsrdecomp.lora.search.layers import Layer
     from lsrdecomp.lora.search.plan import Budget, Resources, Search
-    from lsrdecomp.lora.search.screening import LayerSpectrum
 
 NO_NEARER = 1.0 - 1e-6
 """A product is nearer than truncated SVD if its loss is below this factor of it: up to rounding it
@@ -185,8 +184,6 @@ class SearchTable:
         Layers that can be solved together, under their `Layer.group_key`.
     solved : set of int
         Layers that LSR products were solved for.
-    spectra : dict of int to LayerSpectrum
-        What decides which layers are worth solving, in the Frobenius norm.
     """
 
     def __init__(
@@ -211,7 +208,6 @@ class SearchTable:
         self.limit = math.inf
         self.groups: dict[tuple[object, ...], list[int]] = {}
         self.solved: set[int] = set()
-        self.spectra: dict[int, LayerSpectrum] = {}
         # Truncated SVDs in integer codes, by layer and limit of bytes.
         self._coded: dict[tuple[int, float], list[TableEntry]] = {}
 
@@ -226,8 +222,7 @@ class SearchTable:
 
         Not where numbers are stored in integers: products lose less by these than singular vectors.
         """
-        is_frobenius = all(layer.is_frobenius for layer in self.layers)
-        return is_frobenius and not self.search.shapes and not self.has_integers
+        return not self.search.shapes and not self.has_integers
 
     def layer_limit(self, layer: Layer, limit: float) -> float:
         """Return the largest part that a layer can have of a limit for all layers."""
@@ -278,7 +273,7 @@ class SearchTable:
         if predicted:
             row += self._in_predicted_widths(i, row, predicted, budget, losses)
         for entry, candidate in row:
-            if budget.allows(candidate):
+            if budget.allows(candidate, self.layers[i].rank):
                 yield entry, candidate
 
     def _in_storage(self, i: int, entry: TableEntry, storage: str, budget: Budget) -> Candidate:

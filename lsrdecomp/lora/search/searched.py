@@ -1,9 +1,11 @@
 """Compression of all layers of a checkpoint under one plan.
 
-1. `search_adapter` opens the layers, each with the norm in which its error counts (`open_layers`),
-   and solves candidates for all of them (`search.search_layers`).
-2. `SearchedAdapter.compress` chooses the candidates that meet a plan (`search.fit_budget`), rounds
-   their factors to their storage and measures them (`candidates.materialize`).
+1. `search_adapter` opens the layers, each with the norm in which its error counts (`open_layers`).
+   In a norm of the base, and where LSR is asked for, it solves candidates for all of them
+   (`search.search_layers`); else truncated SVD is taken (`storage_choice.choose_storage`).
+2. `SearchedAdapter.compress` chooses the candidates that meet a plan (`search.fit_budget` or
+   `choose_storage`), rounds their factors to their storage and measures them
+   (`candidates.materialize`).
 3. It reports every layer (`result.report_layer`) in a `Compression`, which can be saved.
 
 One search serves any number of plans.
@@ -33,14 +35,15 @@ from lsrdecomp.lora.search.candidates import (
 )
 from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
 from lsrdecomp.lora.search.layers import Layer, StatisticsByLayer, batches, open_layers
-from lsrdecomp.lora.search.plain_svd import plain_svd_error
-from lsrdecomp.lora.search.plan import Budget, CompressionPlan, Resources, Search
+from lsrdecomp.lora.search.plain_svd import best_plain_svd
+from lsrdecomp.lora.search.plan import STORAGES, Budget, CompressionPlan, Resources, Search
 from lsrdecomp.lora.search.quantize import INTEGER_BITS
 from lsrdecomp.lora.search.request import check_divergence, check_given_terms
 from lsrdecomp.lora.search.result import MIN_FILL, LayerReport, report_layer
 from lsrdecomp.lora.search.result import Compression as Compression
 from lsrdecomp.lora.search.search import FittedLayers, fit_budget, search_layers
-from lsrdecomp.precision import INTEGERS
+from lsrdecomp.lora.search.search_table import SearchTable
+from lsrdecomp.lora.search.storage_choice import PlainTable, choose_storage
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.threads import one_blas_thread
 
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.files.progress import OnStep
     from lsrdecomp.lora.search.request import Request
-    from lsrdecomp.lora.search.search_table import SearchTable
 
 HEADER_BYTES = 120
 """Bytes of the shortest header and config."""
@@ -74,6 +76,9 @@ def search_adapter(
 ) -> SearchedAdapter:
     """Solve shapes of all layers once, for any number of plans.
 
+    Without statistics, a search or ``structure="lsr"`` nothing is solved: the plans are met by
+    truncated SVD.
+
     Parameters
     ----------
     checkpoint : Checkpoint
@@ -85,7 +90,8 @@ def search_adapter(
         As read by `read_statistics`: errors then count in the Fisher norm, which weighs layers by
         their effect on the outputs. Absent, the Frobenius norm of ΔW.
     search : Search, optional
-        Effort of the search; refused if all plans give terms (``separation_rank``).
+        Effort of the search, which it asks for where there are no statistics; refused if all plans
+        give terms (``separation_rank``).
     resources : Resources, optional
         Processes, device, journal and progress.
 
@@ -149,9 +155,14 @@ def search_adapter(
             _bytes_for_factors(checkpoint, plan.bytes)
     # 2. Solve every layer at the shapes that a budget could choose. Plans that give terms need no
     #    search.
-    budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
-    table = None
-    if budgets:
+    #    A norm of the base, a search or a structure asks for shapes; else truncated SVD is taken.
+    searched_for = [plan for plan in plans if plan.separation_rank is None]
+    budgets = [plan.budget(layers, effect) for plan in searched_for]
+    asks_for_shapes = any(plan.structure is not None for plan in searched_for)
+    table: SearchTable | PlainTable | None = None
+    if budgets and statistics is None and search is None and not asks_for_shapes:
+        table = PlainTable(layers, storages.pop(), cache, budgets, resources.on_step)
+    elif budgets:
         table = search_layers(
             layers,
             budgets,
@@ -171,8 +182,8 @@ class SearchedAdapter:
     ----------
     checkpoint : Checkpoint
     layers : sequence of Layer
-    table : SearchTable or None
-        The solved candidates; None if all plans give terms.
+    table : SearchTable, PlainTable or None
+        The solved candidates, or truncated SVDs; None if all plans give terms.
     cache : SpillCache
         Keeps factors.
     resources : Resources
@@ -191,7 +202,7 @@ class SearchedAdapter:
 
     checkpoint: Checkpoint
     layers: Sequence[Layer]
-    table: SearchTable | None
+    table: SearchTable | PlainTable | None
     cache: SpillCache
     resources: Resources
     effect: float | None = None
@@ -220,16 +231,22 @@ class SearchedAdapter:
         return self._beside_plain_svd(self._report(plan, self._fit(plan)))
 
     def _beside_plain_svd(self, result: Compression) -> Compression:
-        """Return a result in integers with the error of plain truncated SVD in as many bytes.
+        """Return a result with the error of the best plain truncated SVD in as many bytes.
 
-        Of other results, and of plans that give terms or bound the error of each layer, it stays
-        what it is.
+        Of LSR in floats that was searched for within a number of parameters, or with given terms,
+        or with a bound on the error of each layer, it stays what it is.
         """
-        if not result.has_plain_rival or result.low_rank_error is None:
+        is_plain = isinstance(self.table, PlainTable)
+        in_bytes = result.plan.bytes is not None or result.plan.storage in STORAGES
+        if result.low_rank_error is None and not is_plain:
             return result
-        storages = [storage for storage in result.plan.storages if storage in INTEGERS]
-        plain = plain_svd_error(self.layers, storages, result.totals.bytes)
-        return replace(result, low_rank_error=plain)
+        if not is_plain and not in_bytes:
+            return result
+        measured = not result.estimates_plain_svd
+        best = best_plain_svd(self.layers, result.totals.bytes, measured=measured)
+        if best is None:
+            return replace(result, low_rank_error=None)
+        return replace(result, low_rank_error=best[0], plain_form=best[1])
 
     @one_blas_thread
     def expected_error(self, plan: CompressionPlan) -> float:
@@ -239,22 +256,33 @@ class SearchedAdapter:
         so somewhat larger than that of `compress`. Raises `BudgetError` as `compress`.
         """
         plan = self._checked_plan(plan)
-        return self._searched.expected_error(self._budget(plan))
+        budget = self._budget(plan)
+        table = self._table
+        if isinstance(table, SearchTable):
+            return table.expected_error(budget)
+        candidates, _ = table.chosen(budget)
+        lost = math.fsum(candidate.squared_error for candidate in candidates)
+        return lost / math.fsum(layer.squared_norm for layer in self.layers)
 
     def _checked_plan(self, plan: CompressionPlan) -> CompressionPlan:
         """Return the plan with a storage; raise `BudgetError` if the search was for another."""
         plan = plan.with_default_storage(self.checkpoint.storage)
         check_divergence(plan, not self.layers[0].is_frobenius)
-        if plan.separation_rank is None and plan.storages != self._searched.storages:
-            searched = " or ".join(self._searched.storages)
+        if plan.separation_rank is None and plan.storages != self._table.storages:
+            searched = " or ".join(self._table.storages)
             raise BudgetError(
                 f"the search was in {searched}, and this plan is stored in {plan.storage}: "
                 "search once for each storage"
             )
+        if plan.structure is not None and isinstance(self.table, PlainTable):
+            raise BudgetError(
+                f"nothing was searched for, and this plan asks for structure {plan.structure}: "
+                "give it to the search"
+            )
         return plan
 
     @property
-    def _searched(self) -> SearchTable:
+    def _table(self) -> SearchTable | PlainTable:
         """The table of candidates; raises `BudgetError` if there is none."""
         if self.table is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
@@ -277,7 +305,10 @@ class SearchedAdapter:
     def _fit(self, plan: CompressionPlan, size: float | None = None) -> FittedLayers:
         """Choose the candidate of each layer, make its factors and measure them."""
         if plan.separation_rank is None:
-            return fit_budget(self._searched, self._budget(plan, size))
+            budget = self._budget(plan, size)
+            if isinstance(self._table, SearchTable):
+                return fit_budget(self._table, budget)
+            return choose_storage(self._table, budget)
         materialized = at_given_terms(
             self.layers,
             plan.separation_rank,
@@ -298,7 +329,11 @@ class SearchedAdapter:
                     "every layer of the adapter is zero: it does nothing, and there is nothing to "
                     "keep"
                 )
-            raise BudgetError("nothing of the adapter fits into this budget; allow more")
+            way = "allow more"
+            if isinstance(self.table, PlainTable):
+                least = min(sum(layer.shape) for layer in self.layers)
+                way += f" ({least:,} parameters are one component), or ask for structure lsr"
+            raise BudgetError(f"nothing of the adapter fits into this budget; {way}")
         chosen = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
         return Compression(
             self.checkpoint,
@@ -367,8 +402,8 @@ def _reported(
     candidate = materialized.candidate
     error = math.sqrt(candidate.squared_error)
     meets_plan = True
-    if plan.rtol is not None:
-        max_error = plan.rtol * math.sqrt(layer.squared_norm)
+    if plan.layer_rtol is not None:
+        max_error = plan.layer_rtol * math.sqrt(layer.squared_norm)
         meets_plan = error <= max_error * (1.0 + 1e-12)
     return report_layer(
         source_layer,

@@ -12,27 +12,26 @@ References
 
 from __future__ import annotations
 
-import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.formats.allocation import PartOptions
 from lsrdecomp.formats.number_formats import (
     Codes,
-    expand_steps,
     nearest_grouped_codes,
     packed_size,
     step_count,
+    with_steps,
 )
 from lsrdecomp.formats.quantized import COMPONENT_BYTES, WHOLE, SpectralCode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from lsrdecomp.lora.search.layers import Layer
 
 MAX_BITS = 8
@@ -42,13 +41,13 @@ GROUPS = (WHOLE, 64, 32, 16)
 """Numbers of a component that share a step: all of them, or so many."""
 
 GAUSSIAN_ERROR = {
-    2: (0.1488, 0.1277, 0.1138, 0.0947),
-    3: (0.0400, 0.0320, 0.0275, 0.0222),
-    4: (0.01156, 0.00838, 0.00702, 0.00558),
-    5: (0.00331, 0.00223, 0.00185, 0.00145),
-    6: (0.000926, 0.000572, 0.000477, 0.000386),
-    7: (0.000243, 0.000148, 0.000128, 0.000110),
-    8: (0.0000608, 0.0000427, 0.0000414, 0.0000419),
+    2: (0.1482, 0.1276, 0.1134, 0.0946),
+    3: (0.0399, 0.0320, 0.0275, 0.0223),
+    4: (0.01156, 0.00833, 0.00692, 0.00543),
+    5: (0.00331, 0.00219, 0.00177, 0.00135),
+    6: (0.000925, 0.000552, 0.000446, 0.000343),
+    7: (0.000243, 0.000140, 0.000114, 0.0000886),
+    8: (0.0000607, 0.0000355, 0.0000290, 0.0000226),
 }
 """Relative squared error of `nearest_grouped_codes` by bits and by the groups of `GROUPS`, measured
 on Gaussian vectors of 1024 numbers. Singular vectors of LoRAs are near it."""
@@ -76,54 +75,94 @@ def float16_scales(scales: Doubles) -> tuple[NDArray[np.float16], int]:
 # -- bits and groups of components -----------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class WaterFilling(Sequence[tuple[Level, ...]]):
+    """The steps of greedy reverse water-filling over the components of a layer, best first.
+
+    As a sequence it has the levels of all components after each step.
+
+    Attributes
+    ----------
+    components, heights : ndarray
+        The component that each step raises, and how high: to which of its levels.
+    ladders : sequence of list of Level
+        The levels that a component goes through, from `LEFT_OUT` on.
+    bytes, losses : ndarray
+        Bytes of the codes and expected squared error after each step.
+    """
+
+    components: NDArray[np.int64]
+    heights: NDArray[np.int64]
+    ladders: Sequence[list[Level]]
+    bytes: Doubles
+    losses: Doubles
+
+    def __len__(self) -> int:
+        return len(self.components)
+
+    def __getitem__(self, step: Any) -> Any:
+        if isinstance(step, slice):
+            return [self[k] for k in range(*step.indices(len(self)))]
+        taken = range(len(self))[step] + 1
+        heights = np.zeros(len(self.ladders), dtype=np.int64)
+        np.maximum.at(heights, self.components[:taken], self.heights[:taken])
+        return tuple(
+            ladder[height] for ladder, height in zip(self.ladders, heights.tolist(), strict=True)
+        )
+
+
 def water_fill(
-    layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles, max_bits: int = MAX_BITS
-) -> list[tuple[Level, ...]]:
+    layer: Layer, max_bits: int = MAX_BITS, *, svd: Sequence[Doubles] | None = None
+) -> WaterFilling:
     """Return bits and groups of every component after each step of greedy reverse water-filling.
 
     Parameters
     ----------
     layer : Layer
-    u, sigma, vh : arrays of shapes (m, r), (r,) and (r, n)
-        Its SVD in its norm.
     max_bits : int
         Largest width of a component.
-
-    Returns
-    -------
-    list of tuple of Level
-        The levels of all components. Each entry has more bytes than the one before.
+    svd : (u, sigma, vh), optional
+        Its SVD in its norm, where it is known; see `component_noise`.
 
     Notes
     -----
-    O(r log r) steps of a heap. The noise of codes at a level in u_k has the squared norm
-    ‖u_k‖² · tr G / m · D, with D of `GAUSSIAN_ERROR`, relative to u_kᵀ G u_k = 1, and likewise in
-    v_k. In the Frobenius norm both factors before D are one.
+    A component goes up the lower convex hull of its levels, so a step may add several bits: a first
+    bit alone codes nothing. The steps of all components are sorted once.
     """
-    noise = _relative_noise(layer, u, vh)
+    energies = to_numpy(layer.gauge[1]) ** 2
+    noise = component_noise(layer, svd)
     costs = _level_bytes(layer.shape, max_bits)
-    # 1. The best next level of every component, by loss removed per byte.
-    levels = [LEFT_OUT] * len(sigma)
-    heap = []
-    for k in range(len(sigma)):
-        step = _next_level(k, LEFT_OUT, sigma, noise, costs)
-        if step is not None:
-            heap.append(step)
-    heapq.heapify(heap)
-    # 2. The steepest step first, until none lowers the loss.
-    filled: list[tuple[Level, ...]] = []
-    while heap:
-        _, k, level = heapq.heappop(heap)
-        levels[k] = level
-        filled.append(tuple(levels))
-        step = _next_level(k, level, sigma, noise, costs)
-        if step is not None:
-            heapq.heappush(heap, step)
-    return filled
+    levels = [LEFT_OUT, *costs]
+    sizes = np.array([0.0, *costs.values()])
+    errors = np.array([GAUSSIAN_ERROR[bits][GROUPS.index(group)] for bits, group in costs])
+    # Components of equal noise have one hull, up to their energy.
+    ladders: dict[float, tuple[list[Level], Doubles, Doubles]] = {}
+    for value in np.unique(noise).tolist():
+        options = PartOptions(sizes, np.minimum(1.0, np.concatenate([[1.0], value * errors])))
+        hull = options.hull()
+        corners = [levels[place] for place in hull]
+        ladders[value] = corners, np.diff(sizes[hull]), -np.diff(options.losses[hull])
+    of_components = [ladders[value] for value in noise.tolist()]
+    counts = [len(steps) for _, steps, _ in of_components]
+    components = np.repeat(np.arange(len(energies)), counts)
+    heights = np.concatenate([np.arange(1, count + 1) for count in (*counts, 0)])
+    step_bytes = np.concatenate([np.zeros(0), *(steps for _, steps, _ in of_components)])
+    gains = np.concatenate([np.zeros(0), *(shares for _, _, shares in of_components)])
+    gains = gains * energies[components]
+    order = np.argsort(-gains / step_bytes, kind="stable")
+    order = order[gains[order] > 0.0]
+    losses = math.fsum(energies) - np.cumsum(gains[order])
+    return WaterFilling(
+        components[order],
+        heights[order],
+        [corners for corners, _, _ in of_components],
+        np.cumsum(step_bytes[order]),
+        np.maximum(losses, 0.0),
+    )
 
 
 def equal_width_levels(
-    layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles, bits: int, rank: int
+    layer: Layer, bits: int, rank: int, *, svd: Sequence[Doubles] | None = None
 ) -> tuple[Level, ...]:
     """Return levels of one width for the largest components, and the groups that pay for each.
 
@@ -133,13 +172,14 @@ def equal_width_levels(
     Parameters
     ----------
     layer : Layer
-    u, sigma, vh : arrays of shapes (m, r), (r,) and (r, n)
-        Its SVD in its norm.
     bits : int
     rank : int
         Number of components.
+    svd : (u, sigma, vh), optional
+        As for `water_fill`.
     """
-    noise = _relative_noise(layer, u, vh)
+    sigma = to_numpy(layer.gauge[1])
+    noise = component_noise(layer, svd)
     costs = _level_bytes(layer.shape, bits)
     next_energy = float(sigma[rank] ** 2) if rank < len(sigma) else 0.0
     loss_per_byte = next_energy / costs[bits, WHOLE]
@@ -154,8 +194,22 @@ def equal_width_levels(
     return tuple(levels)
 
 
-def _relative_noise(layer: Layer, u: Doubles, vh: Doubles) -> Doubles:
-    """Return the squared norm of unit noise in each component, relative to the component: (r,)."""
+def component_noise(layer: Layer, svd: Sequence[Doubles] | None = None) -> Doubles:
+    """Return the squared norm of unit noise in each component, relative to the component: (r,).
+
+    The noise of codes at a level in u_k has the squared norm ‖u_k‖² · tr G / m · D, with D of
+    `GAUSSIAN_ERROR`, relative to u_kᵀ G u_k = 1, and likewise in v_k. In the Frobenius norm both
+    factors before D are one, and no vectors are needed.
+
+    Parameters
+    ----------
+    layer : Layer
+    svd : (u, sigma, vh), optional
+        Its SVD in its norm; absent, it is computed if it is needed.
+    """
+    if layer.is_frobenius:
+        return np.full(len(layer.gauge[1]), 2.0)
+    u, _, vh = layer_svd(layer) if svd is None else svd
     output = layer.norms.output
     input_ = layer.norms.input
     left: Doubles = np.sum(u * u, axis=0) * (float(output.trace) / output.size)
@@ -173,35 +227,6 @@ def _level_bytes(shape: tuple[int, int], max_bits: int) -> dict[Level, int]:
     return costs
 
 
-def _next_level(
-    k: int, level: Level, sigma: Doubles, noise: Doubles, costs: Mapping[Level, int]
-) -> tuple[float, int, Level] | None:
-    """Return (−loss removed per byte, k, level) for the best next level of component k.
-
-    A step may add several bits, since a first bit alone codes nothing. None if no level lowers the
-    loss.
-    """
-    energy = float(sigma[k] ** 2)
-
-    def loss_at(level: Level) -> float:
-        if level == LEFT_OUT:
-            return energy
-        bits, group = level
-        return energy * min(1.0, float(noise[k]) * GAUSSIAN_ERROR[bits][GROUPS.index(group)])
-
-    loss = loss_at(level)
-    cost = costs.get(level, 0)
-    best_gain = 0.0
-    best_level = LEFT_OUT
-    for other, other_cost in costs.items():
-        if other_cost > cost:
-            gain = (loss - loss_at(other)) / (other_cost - cost)
-            if (gain, other) > (best_gain, best_level):
-                best_gain = gain
-                best_level = other
-    return (-best_gain, k, best_level) if best_gain > 0.0 else None
-
-
 # -- codes -----------------------------------------------------------------------------------------
 
 
@@ -214,6 +239,13 @@ def svd_code(
 
 def pair_code(layer: Layer) -> SpectralCode:
     """Return codes of eight bits of the pair's own columns and rows."""
+    vectors = own_vectors(layer)
+    count = len(vectors[1])
+    return spectral_code(layer, vectors, (MAX_BITS,) * count, (WHOLE,) * count)
+
+
+def own_vectors(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
+    """Return columns (m, k), sizes and rows (k, n) of the pair itself, those that are not zero."""
     left = to_numpy(layer.pair.left).astype(np.float64)
     right = to_numpy(layer.pair.right).astype(np.float64)
     column_norms = np.linalg.norm(left, axis=0)
@@ -222,17 +254,49 @@ def pair_code(layer: Layer) -> SpectralCode:
     nonzero = np.flatnonzero(sizes)
     columns = left[:, nonzero] / column_norms[nonzero]
     rows = right[nonzero, :] / row_norms[nonzero, None]
-    bits = (MAX_BITS,) * len(nonzero)
-    return spectral_code(layer, (columns, sizes[nonzero], rows), bits, (WHOLE,) * len(nonzero))
+    return columns, sizes[nonzero], rows
 
 
-def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
+def own_pair_losses(layer: Layer) -> tuple[int, list[float]]:
+    """Return how many columns and rows of a pair are not zero, and what their codes may lose.
+
+    That is the expected squared error of codes of eight bits in the Frobenius norm, for each of
+    `GROUPS`. Rounding errors are taken to be uniform over a step and independent.
+    """
+    pair = layer.pair
+    sizes = []
+    noises = []
+    for side in (to_numpy(pair.left), to_numpy(pair.right).T):
+        sizes.append(np.einsum("ij,ij->j", side, side))
+        noises.append(_uniform_noise(side))
+    losses = [float(noises[0][k] @ sizes[1] + noises[1][k] @ sizes[0]) for k in range(len(GROUPS))]
+    return int(np.count_nonzero(sizes[0] * sizes[1])), losses
+
+
+def _uniform_noise(side: Doubles) -> list[Doubles]:
+    """Return the expected squared rounding error of each column, for each of `GROUPS`."""
+    length = len(side)
+    noises = []
+    largest = np.abs(side)
+    numbers = 1
+    for group in sorted(GROUPS):
+        # The largest number of a group is that of the smaller groups that it holds.
+        together = len(largest) if group == WHOLE else group // numbers
+        starts = np.arange(0, len(largest), together)
+        largest = np.maximum.reduceat(largest, starts, axis=0)
+        numbers = group
+        count = np.minimum(group, length - np.minimum(length, np.arange(len(largest)) * group))
+        noises.append(count @ (largest / 2 ** (MAX_BITS - 1)) ** 2 / 12.0)
+    return noises[::-1]
+
+
+def layer_svd(layer: Layer, rank: int | None = None) -> tuple[Doubles, Doubles, Doubles]:
+    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm, or the leading ones of a rank."""
     pair = layer.pair
     columns, sigma, rows = layer.gauge
-    u = to_numpy(as_double(pair.left) @ columns)
-    vh = to_numpy(rows @ as_double(pair.right))
-    return u, to_numpy(sigma), vh
+    u = to_numpy(as_double(pair.left) @ columns[:, :rank])
+    vh = to_numpy(rows[:rank, :] @ as_double(pair.right))
+    return u, to_numpy(sigma[:rank]), vh
 
 
 def spectral_code(
@@ -267,19 +331,19 @@ def spectral_code(
     coded = [k for k, width in enumerate(bits) if width]
     levels = [(bits[k], groups[k] if groups is not None else DEFAULT_GROUP) for k in coded]
     root = np.sqrt(sigma[coded])
-    left = _nearest_columns(u[:, coded] * root, levels)
-    right = _nearest_columns(vh[coded, :].T * root, levels) if rounds == 0 else None
+    left = _nearest_vectors(root[:, None] * u.T[coded], levels)
+    right = _nearest_vectors(root[:, None] * vh[coded], levels) if rounds == 0 else None
     # 2. With ΔW = b aᵀ and the left side L fixed, the right side of least error in the norm is
     #    ΔWᵀ G L (Lᵀ G L)⁺. Round it, fix it, and solve for the left side in the same way with C.
     norms = layer.norms
     b, a = _pair(layer)
     for _ in range(rounds):
-        weighted_left = norms.output.apply(left.values)
-        inverse_gram = np.linalg.pinv(left.values.T @ weighted_left, hermitian=True)
-        right = _nearest_columns(a @ (b.T @ weighted_left) @ inverse_gram, levels)
-        weighted_right = norms.input.apply(right.values)
-        inverse_gram = np.linalg.pinv(right.values.T @ weighted_right, hermitian=True)
-        left = _nearest_columns(b @ (a.T @ weighted_right) @ inverse_gram, levels)
+        weighted_left = norms.output.apply(left.values.T)
+        inverse_gram = np.linalg.pinv(left.values @ weighted_left, hermitian=True)
+        right = _nearest_vectors((inverse_gram @ (weighted_left.T @ b)) @ a.T, levels)
+        weighted_right = norms.input.apply(right.values.T)
+        inverse_gram = np.linalg.pinv(right.values @ weighted_right, hermitian=True)
+        left = _nearest_vectors((inverse_gram @ (weighted_right.T @ a)) @ b.T, levels)
     assert right is not None
     # 3. Scales.
     return _scaled(layer, (b, a), left, right, levels)[0]
@@ -290,31 +354,43 @@ class ComponentCodes:
 
     The columns and rows of a component are rounded once for each of its levels, so that many
     combinations of levels are priced in little time.
+
+    Parameters
+    ----------
+    layer : Layer
+    svd : (u, sigma, vh), shapes (m, r), (r,), (r, n)
+        Columns, sizes and rows: the layer's SVD, or its own pair.
     """
 
     def __init__(self, layer: Layer, svd: Sequence[Doubles]) -> None:
         self.layer = layer
         u, sigma, vh = svd
-        root = np.sqrt(sigma)
-        self._sides = u * root, vh.T * root
+        root = np.sqrt(sigma)[:, None]
+        self._sides = root * u.T, root * vh
         self._pair = _pair(layer)
-        self._coded: tuple[dict[tuple[int, Level], _CodedColumns], ...] = ({}, {})
+        self._coded: tuple[dict[tuple[int, Level], _CodedVectors], ...] = ({}, {})
 
     def priced(self, levels: Sequence[Level]) -> tuple[SpectralCode, float]:
         """Return the codes at the levels of all components, and their squared error."""
         kept = [(k, level) for k, level in enumerate(levels) if level != LEFT_OUT]
-        left, right = (self._columns(side, kept) for side in (0, 1))
+        left, right = (self._vectors(side, kept) for side in (0, 1))
         return _scaled(self.layer, self._pair, left, right, [level for _, level in kept])
 
-    def _columns(self, side: int, kept: Sequence[tuple[int, Level]]) -> _CodedColumns:
-        """Return the coded columns of a side; those that are not coded yet are coded now."""
+    def code(self, levels: Sequence[Level]) -> tuple[SpectralCode, float]:
+        """Return the same for the leading components; nothing is kept for other levels."""
+        count = len(levels)
+        left, right = (_nearest_vectors(side[:count], levels) for side in self._sides)
+        return _scaled(self.layer, self._pair, left, right, levels)
+
+    def _vectors(self, side: int, kept: Sequence[tuple[int, Level]]) -> _CodedVectors:
+        """Return the coded vectors of a side; those that are not coded yet are coded now."""
         coded = self._coded[side]
         for level in {level for key, level in kept if (key, level) not in coded}:
             new = [k for k, other in kept if other == level and (k, level) not in coded]
-            columns = _nearest_columns(self._sides[side][:, new], [level] * len(new))
+            vectors = _nearest_vectors(self._sides[side][new], [level] * len(new))
             for place, k in enumerate(new):
-                coded[k, level] = columns.select(place)
-        return _CodedColumns.joined([coded[key] for key in kept], len(self._sides[side]))
+                coded[k, level] = vectors.select(place)
+        return _CodedVectors.joined([coded[key] for key in kept], self._sides[side].shape[1])
 
 
 def _pair(layer: Layer) -> tuple[Doubles, Doubles]:
@@ -327,23 +403,23 @@ def _pair(layer: Layer) -> tuple[Doubles, Doubles]:
 def _scaled(
     layer: Layer,
     pair: tuple[Doubles, Doubles],
-    left: _CodedColumns,
-    right: _CodedColumns,
+    left: _CodedVectors,
+    right: _CodedVectors,
     levels: Sequence[Level],
 ) -> tuple[SpectralCode, float]:
     """Return coded sides with the scales of least error, and their squared error."""
     # 1. Least squares: the Gram matrix of the rank-one codes, and their inner products with ΔW.
     b, a = pair
     norms = layer.norms
-    weighted_left = norms.output.apply(left.relative)
-    weighted_right = norms.input.apply(right.relative)
-    gram = (left.relative.T @ weighted_left) * (right.relative.T @ weighted_right)
+    weighted_left = norms.output.apply(left.relative.T)
+    weighted_right = norms.input.apply(right.relative.T)
+    gram = (left.relative @ weighted_left) * (right.relative @ weighted_right)
     cross = np.sum((b.T @ weighted_left) * (a.T @ weighted_right), axis=0)
     scales, exponent = float16_scales(np.linalg.lstsq(gram, cross, rcond=None)[0])
     steps = [np.concatenate(steps) for steps in zip(left.steps, right.steps, strict=True)]
     code = SpectralCode(
-        tuple(left.codes.T),
-        tuple(right.codes.T),
+        tuple(left.codes),
+        tuple(right.codes),
         scales,
         exponent,
         tuple(width for width, _ in levels),
@@ -358,45 +434,48 @@ def _scaled(
 
 
 @dataclass(frozen=True, slots=True)
-class _CodedColumns:
-    """Columns in integer codes, each at its level."""
+class _CodedVectors:
+    """Columns or rows in integer codes, each at its level; shapes (r, p)."""
 
-    codes: Codes  # (m, r)
-    steps: list[NDArray[np.uint8]]  # of the groups of each column
-    relative: Doubles  # codes times steps, (m, r)
-    values: Doubles  # the same in the size of the columns
+    codes: Codes
+    steps: list[NDArray[np.uint8]]  # of the groups of each vector
+    relative: Doubles  # codes times steps
+    units: Doubles  # size of each vector, (r,)
 
-    def select(self, k: int) -> _CodedColumns:
-        """Return one column."""
+    @property
+    def values(self) -> Doubles:
+        """The vectors as a reader gets them, in their size."""
+        return self.relative * self.units[:, None]
+
+    def select(self, k: int) -> _CodedVectors:
+        """Return one vector."""
         one = slice(k, k + 1)
-        return _CodedColumns(
-            self.codes[:, one], self.steps[one], self.relative[:, one], self.values[:, one]
-        )
+        return _CodedVectors(self.codes[one], self.steps[one], self.relative[one], self.units[one])
 
     @classmethod
-    def joined(cls, parts: Sequence[_CodedColumns], length: int) -> _CodedColumns:
-        """Return columns of this length side by side."""
-        empty = np.zeros((length, 0))
+    def joined(cls, parts: Sequence[_CodedVectors], length: int) -> _CodedVectors:
+        """Return vectors of this length one after the other."""
+        empty = np.zeros((0, length))
         return cls(
-            np.concatenate([empty.astype(np.int8), *(part.codes for part in parts)], axis=1),
+            np.concatenate([empty.astype(np.int8), *(part.codes for part in parts)]),
             [step for part in parts for step in part.steps],
-            np.concatenate([empty, *(part.relative for part in parts)], axis=1),
-            np.concatenate([empty, *(part.values for part in parts)], axis=1),
+            np.concatenate([empty, *(part.relative for part in parts)]),
+            np.concatenate([np.zeros(0), *(part.units for part in parts)]),
         )
 
 
-def _nearest_columns(columns: Doubles, levels: Sequence[Level]) -> _CodedColumns:
-    """Return the nearest codes of each column at its level."""
-    codes = np.zeros(columns.shape, dtype=np.int8)
-    relative = np.zeros(columns.shape)
+def _nearest_vectors(vectors: Doubles, levels: Sequence[Level]) -> _CodedVectors:
+    """Return the nearest codes of each vector at its level."""
+    codes = np.zeros(vectors.shape, dtype=np.int8)
+    relative = np.zeros(vectors.shape)
     units = np.zeros(len(levels))
     steps = [np.zeros(0, dtype=np.uint8)] * len(levels)
     for level in sorted(set(levels)):
         same = [k for k, other in enumerate(levels) if other == level]
         bits, group = level
-        nearest, step_codes, units[same] = nearest_grouped_codes(columns[:, same].T, bits, group)
-        codes[:, same] = nearest.T
-        relative[:, same] = (nearest * expand_steps(step_codes, group, len(columns))).T
+        nearest, step_codes, units[same] = nearest_grouped_codes(vectors[same], bits, group)
+        codes[same] = nearest
+        relative[same] = with_steps(nearest, step_codes, group)
         for k, step in zip(same, step_codes, strict=True):
             steps[k] = step
-    return _CodedColumns(codes, steps, relative, relative * units)
+    return _CodedVectors(codes, steps, relative, units)

@@ -47,6 +47,8 @@ VALUES: dict[str, Any] = {
     "inner_shape": (2, 2),
     "max_rank": 3,
     "only": ("*query",),
+    "min_rank": 1,
+    "energy": 0.6,
     "structure": "lsr",
     "storage": "bfloat16",
     "statistics": DEMO.parent / "demo_statistics",
@@ -390,7 +392,9 @@ def test_a_request_takes_the_storage_that_suits_its_goal() -> None:
     assert Request.parse({"keep": 0.9, **on_base}).for_adapter("float16").storage == "auto"
     assert Request.parse({"bytes": 9000, **on_base}).for_adapter("float16").storage == "auto"
     assert Request.parse({"ratio": 9, **on_base}).for_adapter("float16").storage == "float16"
-    assert Request.parse({"bytes": 9000}).for_adapter("float16").storage == "float16"
+    assert Request.parse({"bytes": 9000}).for_adapter("float16").storage == "auto"
+    told = Request.parse({"bytes": 9000, "storage": "bfloat16"}).for_adapter("float16")
+    assert told.storage == "bfloat16"
     plan = CompressionPlan(ratio=9)
     given = Request.parse({}, plan=plan).for_adapter("float16")
     assert (given.storage, given.plan.storage) == ("float16", "float16")

@@ -49,7 +49,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calm(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed run of one process writes."""
     out = tmp_path_factory.mktemp("calm") / "out"
-    done = run_command("compress", source, "--ratio", 4, "--out", out, "--quiet")
+    done = run_command(
+        "compress", source, "--ratio", 4, "--structure", "lsr", "--out", out, "--quiet"
+    )
     assert done.returncode == 0, done.stderr
     return file_contents(out)
 
@@ -59,7 +61,17 @@ def test_two_workers_write_the_same_bytes_as_one(
 ) -> None:
     pytest.importorskip("joblib")
     done = run_command(
-        "compress", source, "--ratio", 4, "--workers", 2, "--out", tmp_path / "out", "--quiet"
+        "compress",
+        source,
+        "--ratio",
+        4,
+        "--structure",
+        "lsr",
+        "--workers",
+        2,
+        "--out",
+        tmp_path / "out",
+        "--quiet",
     )
     assert done.returncode == 0, done.stderr
     assert file_contents(tmp_path / "out") == calm
@@ -70,7 +82,7 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
     source: Path, calm: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "place" / "out"
-    order = ("compress", source, "--ratio", 4, "--out", out, "--quiet")
+    order = ("compress", source, "--ratio", 4, "--structure", "lsr", "--out", out, "--quiet")
     out.parent.mkdir()
     killed = processes.start_process(killed_after, 2, *order)
     killed.join()
@@ -89,7 +101,9 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
     real = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
     with Journal.beside(tmp_path / "copy") as journal:
-        compress(open_checkpoint(source), CompressionPlan(ratio=4.0), journal=journal)
+        compress(
+            open_checkpoint(source), CompressionPlan(ratio=4.0, structure="lsr"), journal=journal
+        )
     assert solved
     assert len(solved) == len(set(solved))
     assert kept.isdisjoint(solved)

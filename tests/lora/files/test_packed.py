@@ -62,7 +62,7 @@ def layers():
     sides = FactorwiseSVD().truncations(pair, ProductShape((4, 3), (2, 2), (5, 4)))
     layer = Layer.of("c", pair)
     svd = tuple(np.asarray(part) for part in weighted_svd(pair, layer.norms))
-    grouped = spectral_code(layer, svd, *zip(*water_fill(layer, *svd)[5], strict=True))
+    grouped = spectral_code(layer, svd, *zip(*water_fill(layer)[5], strict=True))
     return {
         "a.q": quantized_product(sides.truncate(3, 2), 4),
         "a.v": quantized_product(sides.truncate(1), 8),

@@ -22,7 +22,7 @@ from lsrdecomp.lora.fleet.manifest import MANIFEST, Outcome
 from lsrdecomp.lora.search.plan import DEFAULT_STORAGE, CompressionPlan, Search
 from lsrdecomp.lora.search.shapes import ShapeRequest, shapes_like
 
-PLAN = CompressionPlan(ratio=8.0)
+PLAN = CompressionPlan(ratio=4.0, structure="lsr")
 DEMO = files("lsrdecomp") / "cli"
 
 

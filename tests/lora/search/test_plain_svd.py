@@ -1,4 +1,4 @@
-"""The rival of results in integers is what others write, in as many bytes."""
+"""The rival of every result is what others write, in as many bytes and the best storage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 
 from lsrdecomp import LowRank, compress, open_checkpoint
 from lsrdecomp.formats.number_formats import pack, unpack
-from lsrdecomp.lora.search import Search
+from lsrdecomp.lora.search import plain_svd
 from lsrdecomp.lora.search.layers import Layer, open_layers
-from lsrdecomp.lora.search.plain_svd import plain_svd_error
-
-QUICK = Search(orders=())
+from lsrdecomp.lora.search.plain_svd import PLAIN_FORMS, best_plain_svd
 
 
 def of_ranks(layers: list[Layer], ranks: list[int], bits: int, group: int) -> tuple[float, int]:
@@ -43,7 +41,7 @@ def of_ranks(layers: list[Layer], ranks: list[int], bits: int, group: int) -> tu
 
 
 @pytest.mark.parametrize("storage", ["int4", "int8"])
-def test_it_is_truncated_svd_with_a_scale_for_each_group(storage, rng):
+def test_it_is_truncated_svd_with_a_scale_for_each_group(storage, rng, monkeypatch):
     pairs = [
         LowRank(rng.standard_normal((64, rank)) * size, rng.standard_normal((rank, 256)))
         for rank, size in ((1, 3.0), (3, 4.0))
@@ -53,33 +51,60 @@ def test_it_is_truncated_svd_with_a_scale_for_each_group(storage, rng):
     # Bytes for three components of the larger layer and one of the other, in groups of 128; in
     # smaller groups one component less fits, the last of the larger layer.
     _, most = of_ranks(layers, [1, 3], bits, 128)
-    errors = [of_ranks(layers, [1, 3], bits, 128)[0]]
-    errors += [of_ranks(layers, [1, 2], bits, group)[0] for group in (32, 64)]
-    found = plain_svd_error(layers, [storage], most)
-    assert found == pytest.approx(min(errors), rel=2e-3)
-    assert plain_svd_error(layers, [storage], 10) is None
-    assert plain_svd_error(layers, ["float16"], most) is None
+    errors = {128: of_ranks(layers, [1, 3], bits, 128)[0]}
+    errors |= {group: of_ranks(layers, [1, 2], bits, group)[0] for group in (32, 64)}
+    forms = [form for form in PLAIN_FORMS if form.storage == storage]
+    monkeypatch.setattr(plain_svd, "PLAIN_FORMS", forms)
+    found, form = best_plain_svd(layers, most)
+    assert found == pytest.approx(min(errors.values()), rel=2e-3)
+    assert errors[form.group] == min(errors.values())
+    assert best_plain_svd(layers, 10) is None
+
+
+def test_the_best_of_all_storages_counts(rng):
+    pair = LowRank(rng.standard_normal((256, 8)), rng.standard_normal((8, 256)))
+    layer = Layer.of("q", pair)
+    storages = [best_plain_svd([layer], size)[1].storage for size in (700, 4600, 8192)]
+    assert storages == ["int4", "int8", "float16"]
+
+
+def test_an_estimate_is_near_what_is_measured(rng):
+    pairs = [
+        LowRank(rng.standard_normal((512, 8)), rng.uniform(-1.0, 1.0, (8, 512))) for _ in range(200)
+    ]
+    layers = [Layer.of(str(i), pair) for i, pair in enumerate(pairs)]
+    measured, form = best_plain_svd(layers, 900_000)
+    estimate, same_form = best_plain_svd(layers, 900_000, measured=False)
+    assert same_form == form
+    assert estimate == pytest.approx(measured, rel=0.02)
+    assert estimate != measured
 
 
 def test_the_size_of_the_numbers_does_not_matter(rng):
     errors = []
     for size in (1.0, 2.0**-40, 2.0**30):
         pair = LowRank(rng.standard_normal((40, 4)) * 0.0 + size * np.eye(40, 4), np.eye(4, 40))
-        errors.append(plain_svd_error([Layer.of("q", pair)], ["int4"], 1000.0))
+        errors.append(best_plain_svd([Layer.of("q", pair)], 200.0)[0])
     assert errors[1:] == pytest.approx(errors[:1] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("goal", [{"ratio": 4}, {"bytes": 20_000}])
-@pytest.mark.parametrize("storage", ["int4", "int8", "auto"])
-def test_a_result_in_integers_is_nearer_and_reported_beside_it(goal, storage):
+@pytest.mark.parametrize("storage", ["int4", "int8", "auto", None])
+def test_every_result_is_reported_beside_the_best_of_all_storages(goal, storage):
     demo = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
-    result = compress(demo, storage=storage, search=QUICK, **goal)
-    if storage == "auto" and "ratio" in goal:  # counts numbers, and takes float16
-        assert not any("in as many bytes" in text for text in result.sentences())
-        return
-    storages = [name for name in ("int8", "int4") if name in result.plan.storages]
-    rival = plain_svd_error(open_layers(demo), storages, result.totals.bytes)
-    assert result.low_rank_error == rival
-    assert result.error <= rival
-    sentence = next(text for text in result.sentences() if "in as many bytes" in text)
-    assert f"{rival:.3g}" in sentence
+    result = compress(demo, storage=storage, **goal)
+    rival, form = best_plain_svd(
+        open_layers(demo), result.totals.bytes, measured=not result.estimates_plain_svd
+    )
+    assert (result.low_rank_error, result.plain_form) == (rival, form)
+    lines = [text for text in result.sentences() if f"{rival:.3g}" in text]
+    if result.better_bytes is None:
+        assert result.error <= rival or "bytes" not in goal
+        text = f"Truncated SVD in as many bytes: {rival:.3g} in the same norm"
+        assert lines == [f"{text} ({form.name}, the best of its storages)."]
+    else:  # the line says how to have it, which is true
+        assert "bytes" not in goal
+        assert lines == [list(result.sentences())[-1]]
+        better = compress(demo, bytes=result.better_bytes)
+        assert better.error <= rival < result.error
+        assert f"--bytes {result.better_bytes}" in lines[0]

@@ -44,6 +44,7 @@ from lsrdecomp.lora.search.spectral_codes import (
     GROUPS,
     ComponentCodes,
     equal_width_levels,
+    own_pair_losses,
     spectral_code,
     svd_code,
     water_fill,
@@ -211,6 +212,23 @@ def test_the_table_of_gaussian_distortion_is_what_the_codes_do() -> None:
             assert lost == pytest.approx(error, rel=0.05)
 
 
+@pytest.mark.parametrize("size", [1, 7, 16, 48, 1000, 1024])
+def test_what_the_own_pair_is_expected_to_lose_is_what_steps_of_its_groups_lose(size, rng) -> None:
+    pair = LowRank(rng.standard_normal((size, 3)), rng.uniform(-1.0, 1.0, (3, 40)))
+    count, losses = own_pair_losses(Layer.of("q", pair))
+    assert count == 3
+    squares = [np.sum(side**2, axis=0) for side in (pair.left, pair.right.T)]
+    for group, loss in zip(GROUPS, losses, strict=True):
+        noises = [
+            sum(
+                len(part) * (np.abs(part).max(axis=0) / 128) ** 2 / 12
+                for part in np.split(side, range(group, len(side), group))
+            )
+            for side in (pair.left, pair.right.T)
+        ]
+        assert loss == pytest.approx(noises[0] @ squares[1] + noises[1] @ squares[0])
+
+
 def grouped_values(rows: np.ndarray, bits: int, group: int) -> np.ndarray:
     codes, steps, units = nearest_grouped_codes(rows, bits, group)
     assert codes.min() >= -(2 ** (bits - 1))
@@ -250,7 +268,7 @@ def test_the_largest_number_of_a_group_has_the_side_with_one_code_more() -> None
 def test_components_are_priced_as_they_are_coded(rng: np.random.Generator) -> None:
     layer = Layer.of("q", pair(rng))
     svd = _svd(layer)
-    levels = water_fill(layer, *svd)[9]
+    levels = water_fill(layer)[9]
     code, squared_error = ComponentCodes(layer, svd).priced(levels)
     bits, groups = zip(*levels, strict=True)
     again = spectral_code(layer, svd, bits, groups, rounds=0)
@@ -266,7 +284,7 @@ def test_finer_groups_are_taken_where_a_byte_does_more_there_than_in_the_next_co
     for sizes in (flat, steep):
         left, right = rng.standard_normal((192, 6)), rng.standard_normal((6, 192))
         layer = Layer.of("q", LowRank(left * sizes, right))
-        levels = equal_width_levels(layer, *_svd(layer), 4, 3)
+        levels = equal_width_levels(layer, 4, 3)
         assert [bits for bits, _ in levels] == [4, 4, 4]
         chosen.append([group for _, group in levels])
     assert min(chosen[0]) > max(chosen[1][:2])
@@ -287,12 +305,12 @@ def test_water_filling_spends_bits_where_they_count(
     assert sizes == sorted(sizes)
     assert errors[0] < layer.squared_norm
     assert errors[-1] < 1e-3 * layer.squared_norm
-    filled = water_fill(layer, *_svd(layer))
+    filled = water_fill(layer)
     bits = [[width for width, _ in levels] for levels in filled]
     assert all(sum(late) >= sum(early) for early, late in pairwise(bits))
     if not weighted:  # equal noise in all components: more bits to larger ones
         assert all(widths == sorted(widths, reverse=True) for widths in bits)
-    limited = water_fill(layer, *_svd(layer), 4)
+    limited = water_fill(layer, 4)
     assert max(width for levels in limited for width, _ in levels) == 4
     assert all(width == 4 for width, _ in limited[-1])
 
