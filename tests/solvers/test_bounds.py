@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import exact_error
 
-from lsrdecomp import ErrorBudget, decompose
+from lsrdecomp import ErrorBudget, KroneckerShape, decompose
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.solvers import SVD, ErrorKind, Krylov
 from lsrdecomp.testing import kronecker_shapes
@@ -71,3 +71,24 @@ def test_neither_error_nor_bound_is_below_the_truth(dtype, shape, scale, seed, d
         ):
             least = math.sqrt(np.sum(optimum[record.separation_rank :] ** 2))
             assert record.relative_error <= (1.0 + record.optimality_gap) * least + 2 * ROUNDING
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_terms_that_are_rounded_to_single_precision_are_within_their_bound(dtype):
+    """Rounding the factors costs some 1e-8 of an error of 4e-4, more than the space itself."""
+    sizes = ((10, 14), (11, 14))
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        left = np.linalg.qr(rng.standard_normal((140, 140)))[0]
+        right = np.linalg.qr(rng.standard_normal((154, 140)))[0]
+        spectrum = np.exp(-1.9 * np.arange(140))
+        matrix = inverse_rearrange((left * spectrum) @ right.T, KroneckerShape(sizes))
+        matrix = (matrix * np.exp(1j) if dtype == "complex64" else matrix).astype(dtype)
+        record = decompose(matrix, sizes, rank=4, solver=Krylov())
+        assert record.factors[0].dtype == dtype
+        assert record.gap_kind is ErrorKind.bounded
+        double = matrix.astype(np.result_type(matrix, float))
+        optimum = np.linalg.svd(rearrange(double, KroneckerShape(sizes)), compute_uv=False)
+        least = float(np.linalg.norm(optimum[4:]))
+        truth = float(exact_error(matrix, record.approximation))
+        assert truth <= (1.0 + record.optimality_gap) * least * (1.0 + 1e-11)

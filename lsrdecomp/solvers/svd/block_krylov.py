@@ -526,7 +526,11 @@ class _Single:
         terms, is_rounded = self._terms(found.triples, max(found.squared_error, 0.0))
         solution = Solution(terms, status, relative_error=None if is_rounded else found.error)
         if found.excess < math.inf:
-            solution = replace(solution, optimality_gap=found.excess, gap_kind=found.kind)
+            excess = found.excess
+            if is_rounded and found.squared_error > 0.0:
+                # Factors and weights move by a unit roundoff each, at right angles to the residual.
+                excess += 0.5 * (3.0 * unit_roundoff(self.dtype)) ** 2 / found.squared_error
+            solution = replace(solution, optimality_gap=excess, gap_kind=found.kind)
         return solution
 
     def _found(self, check: Certificate, rank: int) -> _Found:
