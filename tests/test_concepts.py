@@ -18,15 +18,15 @@ import lsrdecomp
 PACKAGE = Path(lsrdecomp.__file__).parent
 
 BUDGET = {
-    "public names": 1145,
-    "fields": 1203,
-    "numeric choices": 330,
+    "public names": 1159,
+    "fields": 1196,
+    "numeric choices": 356,
 }
 """Functions and classes at the top of a file without an underscore; annotated fields of classes;
 and numbers: constants, defaults of fields and defaults of parameters."""
 
 TRIPS = {
-    "decompose": (23, 90),
+    "decompose": (24, 80),
     "open": (9, 65),
     "compress and save": (55, 560),
 }

@@ -54,8 +54,8 @@ class SolveProgress:
         return len(self._sweeps) >= self.max_sweeps
 
     def mark(self, event: Event) -> None:
-        """Say what the next record begins; a change of solver is not overwritten."""
-        if self._next_event is not Event.hand_over:
+        """Say what the next record begins; a change of solver, and the first, stay what they are."""
+        if self._sweeps and self._next_event is not Event.hand_over:
             self._next_event = event
 
     def record(
