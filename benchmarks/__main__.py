@@ -184,6 +184,17 @@ JOBS = (
         1,
     ),
     Job(
+        "byte budgets",
+        ("byte_budgets",),
+        "benchmarks.compression.byte_budgets {adapters}/anirudh-gpt2 {adapters}/aowei-gemma3-270m "
+        "{adapters}/merkulov-llama32-1b-r8 "
+        "{adapters}/ms-roberta-base-mnli/roberta_base_lora_mnli.bin "
+        "{adapters}/sd-mvclab-ntust-course/pytorch_lora_weights.safetensors "
+        "{adapters}/smollm2-e2e-r8 {adapters}/smollm2-sst2-r8 {adapters}/tashu-distilbert-imdb "
+        "{adapters}/difad-grid/r4_a64 {adapters}/difad-grid/r8_a32 {adapters}/difad-grid/r16_a16",
+        4,
+    ),
+    Job(
         "compare embedded",
         ("compare-embedded",),
         "benchmarks.lab compare benchmarks/experiments/embedded.toml --quiet "

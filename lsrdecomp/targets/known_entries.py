@@ -25,7 +25,7 @@ class KnownEntries:
     """A matrix with missing entries, or with a weight for each, in NumPy.
 
     `decompose` fits the known entries alone, by `solvers.WeightedALS`, and measures its error on
-    them, (Σ w |M − M̂|²)^½: what the sum of Kronecker products says of the others is a prediction.
+    them, (Σ w·abs(M − M̂)²)^½: what the sum of Kronecker products says of the others is a prediction.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class KnownEntries:
 
     @cached_property
     def norm(self) -> float:
-        """(Σ w |M|²)^½ over the known entries."""
+        """(Σ w·abs(M)²)^½ over the known entries."""
         finite_norm(self.matrix)  # names an entry that is not finite
         return finite_norm(np.sqrt(self.weights) * self.matrix)
 
@@ -106,7 +106,7 @@ class KnownEntries:
         )
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """Return (Σ w |M − M̂|²)^½ over the known entries, in double precision."""
+        """Return (Σ w·abs(M − M̂)²)^½ over the known entries, in double precision."""
         check_sizes(self.shape, approximation.shape)
         approximate_rows = rows_of(approximation)
         parts = []

@@ -52,7 +52,7 @@ SMALL_GAIN = 1e-5
 class WeightedALS(MatrixSolver):
     """Least squares over single entries, for two and more factors.
 
-    Minimises Σ w |M − M̂|² over the entries of a `KnownEntries` target, of which those of weight
+    Minimises Σ w·abs(M − M̂)² over the entries of a `KnownEntries` target, of which those of weight
     zero are missing, and keeps factors non-negative where that is asked: the nearest sum of
     non-negative Kronecker products, as Van Loan and Pitsianis pose it [1]_. From several random
     starts: alternating sweeps, exact in free factors and term by term (HALS) in non-negative ones,
