@@ -54,7 +54,7 @@ class SolveProgress:
         return len(self._sweeps) >= self.max_sweeps
 
     def mark(self, event: Event) -> None:
-        """Say what the next record begins; a change of solver, and the first, stay what they are."""
+        """Say what the next record begins; the first, and a change of solver, stay as they are."""
         if self._sweeps and self._next_event is not Event.hand_over:
             self._next_event = event
 

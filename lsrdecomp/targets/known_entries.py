@@ -25,7 +25,8 @@ class KnownEntries:
     """A matrix with missing entries, or with a weight for each, in NumPy.
 
     `decompose` fits the known entries alone, by `solvers.WeightedALS`, and measures its error on
-    them, (Σ w·abs(M − M̂)²)^½: what the sum of Kronecker products says of the others is a prediction.
+    them, (Σ w·abs(M − M̂)²)^½: what the sum of Kronecker products says of the others is a
+    prediction.
 
     Parameters
     ----------

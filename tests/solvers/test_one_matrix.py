@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lsrdecomp import KroneckerShape
+from lsrdecomp import KroneckerShape, decompose
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.solvers import SVD, Krylov
 from lsrdecomp.solvers.choice import choose_svd
@@ -150,3 +150,23 @@ def test_the_choice_falls_on_products_from_a_size_on(rng):
         assert krylov_side(rank) <= krylov_side(rank, 0.5) <= krylov_side(rank, 1.0)
         assert krylov_side(rank, is_batch=True) <= krylov_side(rank)
     assert choose_svd(KroneckerShape(((4, 8), (8, 4))), 1) == SVD()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_terms_that_leave_nothing_to_squares_need_no_full_svd(dtype, rng, monkeypatch):
+    """All but 1e-7 of the norm is in 64 terms: a Gram matrix holds the square of that."""
+
+    def refuse(matrix):
+        raise AssertionError("a full SVD was made")
+
+    monkeypatch.setattr("lsrdecomp.solvers.svd.dense.full_svd", refuse)
+    sizes = ((16, 16), (16, 17))
+    left, right = (np.linalg.qr(rng.standard_normal((side, 256)))[0] for side in (256, 272))
+    spectrum = np.exp(-np.arange(256) / 4.0)
+    matrix = inverse_rearrange((left * spectrum) @ right.T, KroneckerShape(sizes))
+    matrix = matrix * (np.exp(1j) if dtype == "complex128" else 1.0)
+    result = decompose(matrix, sizes, rank=64, solver=SVD(tolerance=1e-3))
+    optimum = np.linalg.norm(spectrum[64:]) / np.linalg.norm(spectrum)
+    assert optimum <= result.relative_error * (1 + 1e-9)
+    assert result.relative_error <= optimum * (1 + 1e-3)
+    assert result.relative_error <= optimum * (1 + result.optimality_gap) * (1 + 1e-8)

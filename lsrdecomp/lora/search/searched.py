@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lsrdecomp.arrays import check_device
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.lora.files.file_checks import bytes_to_open
@@ -161,6 +162,8 @@ def search_adapter(
     asks_for_shapes = any(plan.structure is not None for plan in searched_for)
     table: SearchTable | PlainTable | None = None
     if budgets and statistics is None and search is None and not asks_for_shapes:
+        if resources.device is not None:
+            check_device(resources.device)  # it is not needed, but a slip is told
         table = PlainTable(layers, storages.pop(), cache, budgets, resources.on_step)
     elif budgets:
         table = search_layers(
