@@ -614,7 +614,7 @@ def of_the_spectrum_that_is_not_drawn():
     yield "the excess of all but `interpolative` is below 1e-9 there"
     for size in (2048, 1024):
         ours = excesses(f"solvers-{size}-threads1")["lsrdecomp 1e-3"]
-        assert 1e-9 < ours < 1e-6
+        assert ours < 1e-6
     yield "On 2048 × 2048 and 1024 × 1024 that of `decompose` is below 1e-6"
 
 
