@@ -312,6 +312,8 @@ class _Solving:
         if solver is None:
             rank = goal.max_terms if goal.atol is None else None
             solver = choose_solver(target, shape, goal.storage, rank=rank)
+        if self.init is not None and isinstance(solver, WeightedALS):
+            raise BudgetError("init: WeightedALS draws all its starts; give another seed instead")
         return with_start(solver, self.seed, self.init, shape)
 
 

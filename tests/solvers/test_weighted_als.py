@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lsrdecomp import decompose
+from lsrdecomp import ErrorBudget, decompose
 from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceWarning, LsrError, ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers import ALS, SVD, Status, WeightedALS
@@ -311,6 +311,19 @@ def test_a_search_and_complex_numbers_are_refused_beside_non_negative(positive):
         decompose(positive, "search", rtol=0.1, non_negative=True)
     with pytest.raises(BudgetError, match="non_negative is for real matrices"):
         decompose(1j * positive, SHAPES[0], rank=2, non_negative=True)
+
+
+def test_three_non_negative_factors_are_stored_within_a_budget(positive):
+    budget = ErrorBudget(rtol=0.2, storage="float16")
+    result = decompose(positive, SHAPES[1], budget=budget, non_negative=True)
+    assert result.relative_error <= 0.2
+    assert min(factor.min() for factor in result.factors) >= 0.0
+
+
+def test_a_start_that_would_not_be_used_is_refused(positive):
+    start = decompose(positive, SHAPES[0], rank=2)
+    with pytest.raises(BudgetError, match="WeightedALS draws all its starts"):
+        decompose(positive, SHAPES[0], rank=2, non_negative=True, init=start)
 
 
 def test_a_mask_beside_a_target_that_has_one_is_refused(positive):
