@@ -152,6 +152,37 @@ def at_the_terms_of_an_exact_sum_what_keeps_them_passes(jax):
         assert float((gradient * change).sum()) == pytest.approx(expected, rel=1e-8)
 
 
+def equal_weights_that_are_kept_have_the_derivative_of_their_sum(jax):
+    """And NaN where they are cut apart, since nothing can be refused under jit."""
+    with jax.enable_x64(True):
+        u, v = (np.linalg.qr(RNG.standard_normal((4, 4)))[0] for _ in range(2))
+        matrix = lsr.kronecker.inverse_rearrange((u * [1.0, 1.0, 0.1, 0.01]) @ v, "2x2, 2x2")
+        weights, change = RNG.standard_normal((2, 4, 4))
+
+        def loss(m, rank):
+            return (lsr.decompose(m, "2x2, 2x2", rank=rank).to_matrix() * weights).sum()
+
+        for rank in (2, 3):
+            gradient = jax.grad(loss)(jax.numpy.asarray(matrix), rank)
+            ahead, behind = (loss(matrix + step * change, rank) for step in (1e-6, -1e-6))
+            expected = (ahead - behind) / 2e-6
+            assert float((gradient * change).sum()) == pytest.approx(expected, rel=1e-6)
+        assert np.isnan(jax.grad(loss)(jax.numpy.asarray(matrix), 1)).all()
+
+
+def second_derivatives_agree_with_those_of_torch(jax):
+    torch = pytest.importorskip("torch")
+    matrix = RNG.standard_normal((4, 4))
+
+    def loss(m):
+        return (lsr.decompose(m, "2x2, 2x2", rank=2).to_matrix() ** 3).sum()
+
+    with jax.enable_x64(True):
+        ours = jax.hessian(loss)(jax.numpy.asarray(matrix))
+    theirs = torch.autograd.functional.hessian(loss, torch.tensor(matrix))
+    np.testing.assert_allclose(ours, theirs, atol=1e-9)
+
+
 def one_term_is_solved_within_a_compiled_function(jax):
     with jax.enable_x64(True):
         factors = [RNG.standard_normal((1, n, n)) + 3 * np.eye(n) for n in (3, 4)]
@@ -194,6 +225,8 @@ CHECKS = (
     what_depends_on_values_is_refused_in_words_under_jit,
     a_rank_is_decomposed_within_a_compiled_function,
     at_the_terms_of_an_exact_sum_what_keeps_them_passes,
+    equal_weights_that_are_kept_have_the_derivative_of_their_sum,
+    second_derivatives_agree_with_those_of_torch,
     one_term_is_solved_within_a_compiled_function,
     without_float64_the_error_says_how_to_have_it,
     its_kronecker_product_passes_the_laws,

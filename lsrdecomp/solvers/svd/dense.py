@@ -22,7 +22,6 @@ from lsrdecomp.arrays import (
     tail_norms,
     to_numpy,
 )
-from lsrdecomp.errors import LsrError
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.solver import ErrorKind, Solution, Status, Sweep
@@ -154,8 +153,10 @@ def _by_lapack(matrix: Array, problem: MatrixProblem) -> Solution:
     u, sigma, vh = full_svd(matrix)
     tails = tail_norms(sigma)
     rank, status = required_rank(tails, problem.max_terms, problem.atol)
-    if is_differentiated(matrix):
-        u, sigma, vh = _without_rounding(matrix, sigma, vh, rank)
+    if rank and is_differentiated(matrix):
+        from lsrdecomp.solvers.svd.torch_truncation import differentiable_triples
+
+        u, sigma, vh = differentiable_triples(matrix, u, sigma, vh, rank)
     # SVD 2: those requested, as Kronecker terms.
     if tails[0] > 0.0:
         progress.record(tails[rank] / tails[0])
@@ -392,35 +393,3 @@ def _lapack_eigenpairs(type_code: str) -> Callable[..., Any]:
     name = "heevr" if type_code in "FD" else "syevr"
     (solve,) = scipy.linalg.get_lapack_funcs((name,), dtype=np.dtype(type_code))
     return solve  # type: ignore[no-any-return]
-
-
-def _without_rounding(
-    matrix: Any, sigma: Array, vh: Array, rank: int
-) -> tuple[Array, Array, Array]:
-    """Return the singular triples above rounding of a torch tensor, whose derivatives are finite.
-
-    torch divides by the differences of all singular values, those of rounding too. A change of a
-    matrix of t terms moves its range as it moves the image of its t right vectors, and what is left
-    to decompose has t rows. At ``rank`` t a change dR of R = U Σ Vᴴ then moves the answer by
-    U Uᴴ dR + (I − U Uᴴ) dR V Vᴴ, the part of dR that keeps t terms.
-
-    Raises
-    ------
-    LsrError
-        If ``rank`` asks for more than t terms: those that are rounding have no derivative.
-    """
-    values = to_numpy(sigma)
-    floor = 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)
-    terms = int((values > floor).sum())
-    if terms < len(values) and rank > terms:
-        fewer = f", or ask for rank={terms} or less" if terms else ""
-        raise LsrError(
-            f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
-            f"pass matrix.detach(){fewer}"
-        )
-    # The range of the matrix from its own right vectors, held constant: a change of the matrix
-    # still moves the range.
-    xp = namespace(matrix)
-    basis, _ = xp.linalg.qr(matrix @ adjoint(vh[:terms, :]).detach())
-    u, sigma, vh = xp.linalg.svd(adjoint(basis) @ matrix, full_matrices=False)
-    return basis @ u, sigma, vh

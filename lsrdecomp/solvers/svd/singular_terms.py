@@ -69,8 +69,9 @@ def traced_terms(matrix: Array, shape: KroneckerShape, rank: int) -> SeparatedMa
 
     In the precision of the matrix; a matrix of fewer terms has weights of zero, or of rounding.
     """
-    rearranged = rearrange(matrix, shape)
-    u, sigma, vh = namespace(matrix).linalg.svd(rearranged, full_matrices=False)
+    from lsrdecomp.solvers.svd.jax_truncation import first_triples
+
+    u, sigma, vh = first_triples(rearrange(matrix, shape), rank)
     return _terms(u, sigma, vh, shape, rank)
 
 
