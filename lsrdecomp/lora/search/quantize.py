@@ -78,14 +78,14 @@ def stored_pair(left: Array, right: Array, storage: str) -> FloatProduct:
     Raises `PrecisionError` if a number overflows the type.
     """
     dtype = numpy_dtype(type_name(storage))
-    factors = []
+    sides = []
     for side in (left, right):
         with np.errstate(over="ignore"):
             rounded = to_numpy(side).astype(dtype)
         if not all_finite(rounded):
             round_to(side, storage)  # which says what does not fit
-        factors.append((rounded[None],))
-    return FloatProduct(*factors, storage)
+        sides.append((rounded[None],))
+    return FloatProduct(sides[0], sides[1], storage)
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:

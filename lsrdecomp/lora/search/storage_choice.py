@@ -142,7 +142,8 @@ class PlainTable:
     Attributes
     ----------
     layers : sequence of Layer
-        Each is read, and read again when it is made.
+        Each is read, and read again when it is made; under a budget that bounds each layer alone
+        it is made as it is read.
     storages : tuple of str
         Element types that each layer may choose from.
     cache : SpillCache
