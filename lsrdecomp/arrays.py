@@ -210,10 +210,22 @@ def refuse_traced(array: Array, work: str) -> None:
         )
 
 
+def all_finite(array: np.ndarray) -> bool:
+    """Return whether every number of a NumPy array, of any floating type, is finite."""
+    # The sum of squares takes a fraction of the time of a look at every number
+    wide = array if array.dtype.char in "fd" else array.astype(np.float32)
+    flat = wide.ravel(order="K")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(flat @ flat)) or bool(np.isfinite(array).all())
+
+
 def require_finite(array: Array, name: str = "matrix") -> None:
     """Raise `PrecisionError`, with a count and the first place, unless every entry is finite."""
+    if type(array) is np.ndarray and array.dtype == np.float64:
+        if all_finite(array):
+            return
     # A norm takes half the time of a look at every entry
-    if dtype_name(array) == "float64" and math.isfinite(norm(array)):
+    elif dtype_name(array) == "float64" and math.isfinite(norm(array)):
         return
     xp = namespace(array)
     bad = ~xp.isfinite(array)

@@ -326,8 +326,8 @@ def large(folder: Path) -> Iterator[tuple[str, Path]]:
     yield "Flux, rank 16, 304 layers", path
 
 
-def qr_core(path: Path, ratio: float, out: Path) -> None:
-    """What every resizer does at least."""
+def qr_core(path: Path, out: Path, *, ratio: float = 1.0, rtol: float | None = None) -> None:
+    """What every resizer does at least, to a ratio or to an error of each layer."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -357,9 +357,13 @@ def qr_core(path: Path, ratio: float, out: Path) -> None:
     ranks = [0] * len(layers)
     left = total / ratio
     for _, i, size in sorted(steps, reverse=True):
-        if size <= left:
+        if rtol is None and size <= left:
             left -= size
             ranks[i] += 1
+    if rtol is not None:
+        for i, (_, _, _, sigma, _) in enumerate(layers):
+            tails = (sigma**2).flip(0).cumsum(0).flip(0)
+            ranks[i] = int((tails > rtol**2 * tails[0]).sum())
     tensors = {}
     for ((up_key, down_key), dtype, u, sigma, vh), rank in zip(layers, ranks, strict=True):
         if rank:
@@ -396,11 +400,18 @@ def times_of(path: Path, folder: Path) -> list[dict[str, Any]]:
         "a twentieth of the bytes": {"bytes": pairs // 20},
     }
     out = folder / "out"
-    core = seconds_of(lambda: qr_core(path, 8, folder / "core.safetensors"))
+    core_out = folder / "core.safetensors"
+    core = seconds_of(lambda: qr_core(path, core_out, ratio=8))
+    wide_core = seconds_of(lambda: qr_core(path, core_out, rtol=0.2))
     own = folder / ("own" if path.is_dir() else "own.safetensors")
     cut = seconds_of(lambda: truncate(open_checkpoint(path), ratio=8).save(own, force=True))
     rows = [
         {"goal": "QR core, ratio 8", "cpu_seconds": round(core, 3), "times_core": 1.0},
+        {
+            "goal": "QR core, rtol 0.2",
+            "cpu_seconds": round(wide_core, 3),
+            "times_core": wide_core / core,
+        },
         {"goal": "ratio 8, own format", "cpu_seconds": round(cut, 3), "times_core": cut / core},
     ]
     for name, goal in goals.items():

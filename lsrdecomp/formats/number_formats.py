@@ -277,7 +277,7 @@ many are lost by it, so that the next larger step is tried too, which clips noth
 
 
 def nearest_grouped_codes(
-    rows: NDArray[np.float64], bits: int, group: int
+    rows: NDArray[np.floating], bits: int, group: int
 ) -> tuple[Codes, NDArray[np.uint8], NDArray[np.float64]]:
     """Return integer codes of rows x, a step for each group of numbers, and a unit for each row.
 
@@ -317,7 +317,7 @@ def nearest_grouped_codes(
         part = slice(start, start + at_once)
         padded = rows[part]
         if n_groups * width > size:
-            padded = np.zeros((len(padded), n_groups * width))
+            padded = np.zeros((len(padded), n_groups * width), rows.dtype)
             padded[:, :size] = rows[part]
         grouped = padded.reshape(len(padded), n_groups, width)
         steps[part], units[part] = _grouped_codes(grouped, bits, codes[part].reshape(grouped.shape))
@@ -332,7 +332,7 @@ BLOCK_NUMBERS = 2**15
 
 
 def _grouped_codes(
-    grouped: NDArray[np.float64], bits: int, codes: Codes
+    grouped: NDArray[np.floating], bits: int, codes: Codes
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """Write the codes of some rows, (s, groups, p), and return their steps and units.
 
@@ -345,6 +345,7 @@ def _grouped_codes(
     rows = grouped.reshape(n_rows, -1)
     peaks = np.maximum(rows.max(axis=1, initial=0.0), -rows.min(axis=1, initial=0.0))
     inverse_peaks = np.divide(1.0, peaks, out=np.zeros_like(peaks), where=peaks > 0.0)
+    peaks = peaks.astype(np.float64)
     flat = grouped.reshape(-1, width)
     axis = 0 if width < len(flat) else 1
     numbers = np.empty(flat.T.shape if axis == 0 else flat.shape, dtype=np.float32)
@@ -371,12 +372,12 @@ def _grouped_codes(
         per_step = in_lowest * inverse_sizes[exponents]
         np.multiply(numbers, per_step if axis == 0 else per_step[:, None], out=in_steps)
         np.rint(in_steps, out=rounded)
-        np.clip(rounded, lowest, highest, out=rounded)
+        rounded.clip(lowest, highest, out=rounded)
 
     best_error = np.full(len(ends), np.inf, dtype=np.float32)
     best_exponents = np.full(len(ends), MAX_STEP_EXPONENT)
     for shift in CLIP_SHIFTS[bits]:
-        exponents = np.clip(below + shift, 0, MAX_STEP_EXPONENT)
+        exponents = np.minimum(np.maximum(below + shift, 0), MAX_STEP_EXPONENT)
         round_at(exponents)
         np.subtract(in_steps, rounded, out=rounded)
         np.multiply(rounded, rounded, out=rounded)

@@ -175,7 +175,7 @@ def _removal(
 def _rank_removal(product: SeparatedProduct, norms: NormWeights) -> Removal:
     """Return the removal of the last component of a product of one factor a side."""
     layer = Layer.of("", LowRank(*product.to_lora()), norms)
-    sigma = layer.gauge[1]
+    sigma = layer.sigma
     rank = len(sigma)
     numbers = max(1, product.parameters // rank)
     if rank == 1:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import tail_norms, to_numpy
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, UnsupportedError, unknown
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.files import Checkpoint, file_or_directory, open_checkpoint, write_pairs
@@ -35,7 +35,6 @@ from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
 from lsrdecomp.lora.search.plain_svd import ranks_within
 from lsrdecomp.lora.search.plan import goals_of
 from lsrdecomp.lora.search.request import Request
-from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
@@ -181,17 +180,12 @@ class Truncation:
     @property
     def _storage(self) -> str | None:
         """Type of all numbers; None where each layer keeps its own."""
-        if self.to == "same":
-            return self.plan.storage
-        return self.plan.storage or self.source.storage
+        return _written_storage(self.source, self.plan, self.to)
 
     def _pairs(
         self, recorded: dict[str, Any], on_step: OnStep | None
     ) -> Iterator[tuple[str, Array, Array]]:
-        """Yield name and pair of each layer, rounded as it is stored, and record their error.
-
-        A layer of full rank is unchanged but for its rounding.
-        """
+        """Yield name and pair of each layer, rounded as it is stored, and record their error."""
         source = self.source
         common_rank = max(self.ranks) if rank_rule(source, self.to).is_common else None
         lost = 0.0
@@ -200,42 +194,40 @@ class Truncation:
             if rank == 0:
                 lost = math.hypot(lost, layer.frobenius_norm)
             else:
-                pair = layer.pair
-                halves = (pair.left, pair.right) if rank == layer.rank else layer.truncated(rank)
-                stored = pair_as_read(
-                    source,
-                    layer.name,
-                    *halves,
-                    storage=self._storage,
-                    rank=common_rank or rank,
-                    to=self.to,
+                stored, error = _as_written(
+                    source, layer, rank, self._storage, self.to, common_rank
                 )
-                lost = math.hypot(lost, _error_as_stored(layer, rank, halves, stored))
+                lost = math.hypot(lost, error)
                 yield (layer.name, *stored)
             written.add()
         recorded["total"] = self._relative(lost)
 
 
-def _error_as_stored(
-    layer: Layer, rank: int, halves: tuple[Array, Array], stored: tuple[Array, Array]
-) -> float:
-    """Return ‖ΔW − B̂ Â‖_F for the pair B A of a truncation, rounded to B̂ Â.
+def _written_storage(source: Checkpoint, plan: CompressionPlan, to: str) -> str | None:
+    """Return the type that a cut is written in; None where each layer keeps its own."""
+    if to == "same":
+        return plan.storage
+    return plan.storage or source.storage
 
-    The tail T = ΔW − B A is orthogonal to the columns of B and the rows of A, so of its inner
-    product with B A − B̂ Â only ⟨T, (B − B̂)(A − Â)⟩ is left, with the sign changed. That takes no
-    QR decomposition of all r components.
+
+def _as_written(
+    source: Checkpoint,
+    layer: Layer,
+    rank: int,
+    storage: str | None,
+    to: str,
+    common_rank: int | None = None,
+) -> tuple[tuple[Array, Array], float]:
+    """Return a truncation of a layer as a reader of the file gets it, and its error.
+
+    A layer of full rank is unchanged but for its rounding.
     """
-    up, down = halves
-    stored_up, stored_down = stored
-    up_change, down_change = up - stored_up, down - stored_down
-    moved = pair_distance(up_change, down.T, stored_up, -down_change.T)
-    if rank == layer.rank:
-        return moved
     pair = layer.pair
-    mixed = np.vdot(pair.left.T @ up_change, pair.right @ down_change.T)
-    mixed -= np.vdot(up.T @ up_change, down @ down_change.T)
-    tail = tail_norms(to_numpy(layer.gauge[1]))[rank]
-    return math.sqrt(max(0.0, tail**2 + moved**2 - 2.0 * float(mixed)))
+    halves = (pair.left, pair.right) if rank == layer.rank else layer.truncated(rank)
+    stored = pair_as_read(
+        source, layer.name, *halves, storage=storage, rank=common_rank or rank, to=to
+    )
+    return stored, layer.rounded_error(rank, halves, stored)
 
 
 @refuses_unknown
@@ -326,12 +318,14 @@ def truncate(
     part = _with_layers(checkpoint, _matching(checkpoint, plan.only or ()))
     layers = tuple(open_layers(part))
     sigma = []
+    smallest = []  # while the numbers of a layer are in memory
     read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
-        sigma.append(to_numpy(layer.gauge[1]))
+        sigma.append(layer.sigma)
+        smallest.append(_smallest_rank(part, layer, plan, to))
         read.add()
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
-    ranks = _chosen_ranks(part, plan, to, layers, sigma)
+    ranks = _chosen_ranks(part, plan, to, layers, sigma, smallest)
     if not any(ranks):
         raise BudgetError(
             "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
@@ -412,6 +406,7 @@ def _chosen_ranks(
     to: str,
     layers: Sequence[Layer],
     sigma: Sequence[Array],
+    smallest: Sequence[int],
 ) -> tuple[int, ...]:
     """Return the rank that a plan gives each layer of the part that is cut."""
     rule = rank_rule(part, to)
@@ -419,31 +414,37 @@ def _chosen_ranks(
     floor = [min(plan.min_rank or 0, rank) for rank in highest]
     if not any(float(values[0]) > 0.0 for values in sigma):  # a LoRA of zeros is written as one
         return tuple(max(rank, 1) for rank in floor)
-    if plan.layer_rtol is not None:
-        ranks = _ranks_within_error(sigma, plan.layer_rtol, rule)
-    elif goals_of(plan.to_json()) == ["max_rank"]:
-        ranks = _ranks_within_error(sigma, 0.0, rule)
-    else:
+    if plan.layer_rtol is None and goals_of(plan.to_json()) != ["max_rank"]:
         max_parameters = _max_parameters(part, plan)
         shortened = [values[:rank] for values, rank in zip(sigma, highest, strict=True)]
         return _ranks_within_size(layers, shortened, max_parameters, rule, floor)
+    # Layers that must have one rank get the largest.
+    ranks = list(smallest)
+    for group in [range(len(layers))] if rule.is_common else rule.groups:
+        largest = max(smallest[i] for i in group)
+        for i in group:
+            ranks[i] = largest
     bounds = zip(ranks, floor, highest, strict=True)
     return tuple(min(max(rank, lowest), most) for rank, lowest, most in bounds)
 
 
-def _ranks_within_error(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
-    """Return the smallest ranks at which each layer is within a relative error."""
-    ranks = []
-    for tails in map(tail_norms, sigma):
-        smallest = next(rank for rank, lost in enumerate(tails) if lost <= rtol * tails[0])
-        ranks.append(smallest)
-    # Layers that must have one rank get the largest.
-    groups = [range(len(ranks))] if rule.is_common else rule.groups
-    for group in groups:
-        largest = max(ranks[i] for i in group)
-        for i in group:
-            ranks[i] = largest
-    return tuple(ranks)
+def _smallest_rank(part: Checkpoint, layer: Layer, plan: CompressionPlan, to: str) -> int:
+    """Return the smallest rank at which a layer is within its tolerance as written, or its own.
+
+    Without a tolerance the rank of its numbers.
+    """
+    tails = tail_norms(layer.sigma)
+    allowed = (plan.layer_rtol or 0.0) * tails[0]
+    rank = next(rank for rank, lost in enumerate(tails) if lost <= allowed)
+    if plan.layer_rtol is None:
+        return rank
+    storage = _written_storage(part, plan, to)
+    while 0 < rank < len(layer.sigma):
+        _, error = _as_written(part, layer, rank, storage, to)
+        if error <= allowed * (1.0 + 1e-12):
+            break
+        rank += 1
+    return rank
 
 
 def _ranks_within_size(

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from lsrdecomp.arrays import all_finite
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
 from lsrdecomp.lora.files.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.lora.files.file_checks import parse_json, regular_file_size
@@ -97,18 +98,12 @@ class StoredTensor:
             array = np.array(stored, np.float64) if double else widen(stored)
         except MemoryError:
             raise self.error(f"shape {self.shape} of {self.dtype} does not fit in memory") from None
-        # The sum of squares takes a fraction of the time of a look at every number.
-        flat = array.reshape(-1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(flat @ flat):
-                return array
+        if all_finite(array):
+            return array
         bad = int(array.size - np.count_nonzero(np.isfinite(array)))
-        if bad:
-            raise self.error(
-                f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter "
-                "again"
-            )
-        return array
+        raise self.error(
+            f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter again"
+        )
 
     def error(self, message: str) -> CheckpointError:
         """Make a `CheckpointError` that names this file and tensor."""
@@ -131,7 +126,7 @@ def cast(array: Array, storage: str, name: str) -> Array:
         raise CheckpointError(f"storage dtype {storage!r} is not one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
         stored = np.asarray(array).astype(DTYPES[storage], copy=False)
-    if np.isfinite(stored).all():
+    if all_finite(stored):
         return stored
     largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
     if not np.isfinite(largest):
@@ -587,7 +582,9 @@ class TensorWriter:
         self._spool.seek(begin + size - SEAL_BYTES)
         self._spool.write(digests.seal)
         self._spool.seek(0, os.SEEK_END)
-        self._hashed = None
+        whole = without_seal.copy()
+        whole.update(digests.seal)
+        self._hashed = self._file_order(), whole.hexdigest()
 
     def _file_order(self) -> list[str]:
         def width_and_name(name: str) -> tuple[int, bool, str]:

@@ -197,7 +197,7 @@ def _drop_or_keep(layer: Layer, _max_parameters: float) -> list[Candidate]:
 
 def low_rank_candidates(layer: Layer, max_parameters: float = math.inf) -> list[LowRankCandidate]:
     """Return the best approximation of every rank in the layer's norm."""
-    errors = tail_norms(layer.gauge[1])
+    errors = tail_norms(layer.sigma)
     parameters_per_rank = sum(layer.shape)
     candidates = []
     for rank in range(1, len(errors)):

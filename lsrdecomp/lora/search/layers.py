@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, namespace, norm
+from lsrdecomp.arrays import Array, as_double, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -22,6 +22,7 @@ from lsrdecomp.lora.files import Checkpoint, LoraLayer
 from lsrdecomp.lora.files.records import LOKR_STAYS
 from lsrdecomp.lora.search.caches import LRUCache, SpillCache
 from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
+from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import (
     leading_norms,
@@ -42,6 +43,10 @@ else they are computed again when needed."""
 MAX_NORM = 1e140
 """Largest ‖ΔW‖_F. Squares of such norms, and their sums over all layers of a model, are finite in
 double precision."""
+MIN_ERROR = 1e-5
+"""Least error, in units of ‖B‖‖A‖, that the singular gauge, of twelve digits, tells to seven."""
+SMALLEST_IN_SINGLE = 1e-12
+"""Least ‖B‖ and ‖A‖, and one over the largest, of pairs that are computed so."""
 
 StatisticsByLayer = Mapping[str, NormWeights]
 """Weights of the norm of each layer, by its name: `Statistics` of a calibration, or others."""
@@ -126,11 +131,17 @@ class Layer:
         U = B S and Vᵀ = T A for the pair ΔW = B A. S and T have only r² numbers, so they are kept
         in place of U and V.
         """
-        if self._gauge is None:
-            pair = self.pair
-            left, right = as_double(pair.left), as_double(pair.right)
-            self._gauge = self._keep(weighted_gauge(left, right, self.norms))
-        return self._gauge()
+        if self._gauge is not None:
+            return self._gauge()
+        pair = self.pair
+        gauge = weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms)
+        self._gauge = self._keep(gauge)
+        return gauge
+
+    @cached_property
+    def sigma(self) -> np.ndarray:
+        """The singular values in the layer's norm, which stay in memory."""
+        return to_numpy(self.gauge[1])
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
         """Return U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank."""
@@ -147,7 +158,7 @@ class Layer:
         In the Frobenius norm the sum of the squared singular values, which a search needs anyway.
         """
         if self.is_frobenius:
-            return float(norm(self.gauge[1])) ** 2
+            return norm(self.sigma) ** 2
         return weighted_norm(self.pair, self.norms) ** 2
 
     @cached_property
@@ -160,6 +171,53 @@ class Layer:
         if self.is_frobenius:
             return self.pair.residual_norm(approximation) ** 2
         return weighted_residual_norm(self.pair, approximation, self.norms) ** 2
+
+    def rounded_error(
+        self, rank: int, sides: tuple[Array, Array], stored: tuple[Array, Array]
+    ) -> float:
+        """Return ‖ΔW − B̂ Â‖_F of a truncation, rounded to B̂ and Â.
+
+        With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). What is
+        cut, C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
+        left. That takes products of thin matrices and no QR decomposition.
+
+        Parameters
+        ----------
+        rank : int
+        sides : (m, rank), (rank, n)
+            As `truncated` returns them, or with all components the pair itself.
+        stored : (m, rank), (rank, n)
+            Both as a reader gets them.
+        """
+        left, right = sides
+        new_left, new_right = stored
+        left_error = new_left - left
+        right_error = new_right - right
+        pair = self.pair
+        if rank == self.rank:
+            error = pair_distance(left_error, right.T, new_left, -right_error.T)
+        else:
+            columns, sigma, rows = self.gauge
+            root = np.sqrt(sigma[:rank])
+            to_left = left_error.T @ pair.left
+            to_right = right_error @ pair.right.T
+            to_sides = (
+                to_left @ (columns[:, :rank] * root),
+                to_right @ (root[:, None] * rows[:rank]).T,
+            )
+            left_gram = left_error.T @ left_error
+            right_gram = right_error @ right_error.T
+            # The Gram matrix of each side is diag σ.
+            moved = float(np.diag(left_gram) @ sigma[:rank] + np.diag(right_gram) @ sigma[:rank])
+            moved += float(np.sum(right_gram * (to_sides[0] + to_sides[0].T + left_gram)))
+            moved += 2.0 * float(np.sum((to_sides[0] + left_gram) * to_sides[1].T))
+            mixed = float(np.sum(to_left * to_right) - np.sum(to_sides[0] * to_sides[1]))
+            cut = tail_norms(sigma)[rank]
+            error = math.sqrt(max(0.0, cut**2 + moved - 2.0 * mixed))
+        size = float(np.linalg.norm(pair.left)) * float(np.linalg.norm(pair.right))
+        if 0.0 < error < MIN_ERROR * size:
+            return pair_distance(pair.left, pair.right.T, new_left, new_right.T)
+        return error
 
     @property
     def parameters(self) -> int:
@@ -187,6 +245,12 @@ class Layer:
     def _keep(self, value: T) -> Callable[[], T]:
         """Store a value in the cache, if there is one; return a function that reads it back."""
         return in_memory(value) if self._cache is None else self._cache.put(value)
+
+
+def fits_single(pair: LowRank) -> bool:
+    """Return whether squares of a pair neither overflow nor underflow in single precision."""
+    sizes = [float(np.linalg.norm(to_numpy(side))) for side in (pair.left, pair.right)]
+    return all(SMALLEST_IN_SINGLE < size < 1.0 / SMALLEST_IN_SINGLE for size in sizes)
 
 
 def in_memory(value: T) -> Callable[[], T]:
@@ -306,7 +370,8 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
             "where squares overflow; correct lora_alpha or the numbers"
         )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
-    left *= layer.scale
+    if layer.scale != 1.0:
+        left *= layer.scale
     return LowRank(left, right)
 
 

@@ -107,7 +107,7 @@ def best_plain_svd(
     Singular values tell what each form is expected to lose of Gaussian numbers; those that may be
     best are compared on a sample of layers. O((m + n) r²) a layer that is rounded.
     """
-    squares = [to_numpy(layer.gauge[1]) ** 2 for layer in layers]
+    squares = [layer.sigma**2 for layer in layers]
     squared_norm = math.fsum(float(square.sum()) for square in squares)
     if squared_norm == 0.0:
         return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import Array, to_numpy
+from lsrdecomp.arrays import Array, all_finite, to_numpy
 from lsrdecomp.errors import PrecisionError, UnsupportedError
 from lsrdecomp.formats.number_formats import (
     MAX_STEP_EXPONENT,
@@ -78,9 +78,14 @@ def stored_pair(left: Array, right: Array, storage: str) -> FloatProduct:
     Raises `PrecisionError` if a number overflows the type.
     """
     dtype = numpy_dtype(type_name(storage))
-    factors = (np.asarray(round_to(side, storage)).astype(dtype) for side in (left, right))
-    rounded_left, rounded_right = factors
-    return FloatProduct((rounded_left[None],), (rounded_right[None],), storage)
+    sides = []
+    for side in (left, right):
+        with np.errstate(over="ignore"):
+            rounded = to_numpy(side).astype(dtype)
+        if not all_finite(rounded):
+            round_to(side, storage)  # which says what does not fit
+        sides.append((rounded[None],))
+    return FloatProduct(sides[0], sides[1], storage)
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
@@ -160,7 +165,7 @@ def coded_product(
     """
     target = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
-        return svd_code(target, [bits] * len(target.gauge[1]))
+        return svd_code(target, [bits] * len(target.sigma))
     rounded = quantized_product(product, bits)
     solved = refitted_product(target, product, bits)
     return min((rounded, solved), key=lambda coded: target.squared_error(coded.dequantized()))
@@ -197,7 +202,7 @@ def _components_like(
 ) -> Stored:
     # The k-th largest component of the new product gets the bits and groups that the k-th one had.
     target = Layer.of("", LowRank(*product.to_lora()), norms)
-    rank = len(target.gauge[1])
+    rank = len(target.sigma)
     bits = (*old.bits, *[0] * rank)
     groups = (*old.groups, *[DEFAULT_GROUP] * rank)
     return svd_code(target, bits[:rank], groups[:rank])

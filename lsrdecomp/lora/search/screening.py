@@ -39,7 +39,7 @@ def worth_solving(
     """
     everything = list(range(len(layers)))
     # 1. Squared errors of the truncated SVD of rank 0, 1, …, of each layer.
-    losses = [np.asarray(tail_norms(layer.gauge[1])) ** 2 for layer in layers]
+    losses = [np.asarray(tail_norms(layer.sigma)) ** 2 for layer in layers]
     lowest = [loss[min(inner_rank, len(loss) - 1)] for loss in losses]
     if budget.layer_rtol is not None:
         return [i for i in everything if lowest[i] <= budget.layer_rtol**2 * losses[i][0]]

@@ -489,7 +489,7 @@ def at_given_terms(
 def _written_bytes(result: Compression) -> int:
     """Return the bytes of weight file and config of a written adapter."""
     with TemporaryDirectory() as folder:
-        return bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
+        return bytes_to_open(result.save(Path(folder) / "sized", bare=True) / WEIGHTS)
 
 
 def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:

@@ -30,6 +30,7 @@ from lsrdecomp.formats.number_formats import (
     with_steps,
 )
 from lsrdecomp.formats.quantized import COMPONENT_BYTES, WHOLE, SpectralCode
+from lsrdecomp.lora.search.layers import fits_single
 
 if TYPE_CHECKING:
     from lsrdecomp.lora.search.layers import Layer
@@ -129,7 +130,7 @@ def water_fill(
     A component goes up the lower convex hull of its levels, so a step may add several bits: a first
     bit alone codes nothing. The steps of all components are sorted once.
     """
-    energies = to_numpy(layer.gauge[1]) ** 2
+    energies = layer.sigma**2
     noise = component_noise(layer, svd)
     costs = _level_bytes(layer.shape, max_bits)
     levels = [LEFT_OUT, *costs]
@@ -178,7 +179,7 @@ def equal_width_levels(
     svd : (u, sigma, vh), optional
         As for `water_fill`.
     """
-    sigma = to_numpy(layer.gauge[1])
+    sigma = layer.sigma
     noise = component_noise(layer, svd)
     costs = _level_bytes(layer.shape, bits)
     next_energy = float(sigma[rank] ** 2) if rank < len(sigma) else 0.0
@@ -208,7 +209,7 @@ def component_noise(layer: Layer, svd: Sequence[Doubles] | None = None) -> Doubl
         Its SVD in its norm; absent, it is computed if it is needed.
     """
     if layer.is_frobenius:
-        return np.full(len(layer.gauge[1]), 2.0)
+        return np.full(len(layer.sigma), 2.0)
     u, _, vh = layer_svd(layer) if svd is None else svd
     output = layer.norms.output
     input_ = layer.norms.input
@@ -290,13 +291,22 @@ def _uniform_noise(side: Doubles) -> list[Doubles]:
     return noises[::-1]
 
 
-def layer_svd(layer: Layer, rank: int | None = None) -> tuple[Doubles, Doubles, Doubles]:
-    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm, or the leading ones of a rank."""
+def layer_svd(
+    layer: Layer, rank: int | None = None, *, single: bool = False
+) -> tuple[Doubles, Doubles, Doubles]:
+    """Return U (m, r), σ, Vᵀ (r, n) of a layer in its norm, or the leading ones of a rank.
+
+    Columns of U lie together in memory. With ``single`` vectors are in single precision, if squares
+    of the pair fit into it.
+    """
     pair = layer.pair
     columns, sigma, rows = layer.gauge
-    u = to_numpy(as_double(pair.left) @ columns[:, :rank])
-    vh = to_numpy(rows[:rank, :] @ as_double(pair.right))
-    return u, to_numpy(sigma[:rank]), vh
+    factors = [columns[:, :rank].T, as_double(pair.left).T, rows[:rank, :], as_double(pair.right)]
+    factors = [to_numpy(factor) for factor in factors]
+    if single and fits_single(pair):
+        factors = [factor.astype(np.float32) for factor in factors]
+    columns, left, rows, right = factors
+    return (columns @ left).T, to_numpy(sigma[:rank]), rows @ right
 
 
 def spectral_code(
@@ -364,9 +374,8 @@ class ComponentCodes:
 
     def __init__(self, layer: Layer, svd: Sequence[Doubles]) -> None:
         self.layer = layer
-        u, sigma, vh = svd
-        root = np.sqrt(sigma)[:, None]
-        self._sides = root * u.T, root * vh
+        u, _, vh = svd  # whose sizes are in the scales
+        self._sides = u.T, vh
         self._pair = _pair(layer)
         self._coded: tuple[dict[tuple[int, Level], _CodedVectors], ...] = ({}, {})
 

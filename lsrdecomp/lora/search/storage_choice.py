@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import tail_norms, to_numpy
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import step_count
@@ -55,7 +55,6 @@ from lsrdecomp.lora.search.spectral_codes import (
     water_fill,
 )
 from lsrdecomp.precision import numpy_dtype, precision
-from lsrdecomp.targets.residual import pair_distance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,9 +69,6 @@ if TYPE_CHECKING:
 
 Doubles = NDArray[np.float64]
 
-MIN_CUT = 0.01
-"""Least norm of what is cut, in units of ‖B‖‖A‖, from which the error follows to ten digits."""
-
 MAX_TRIES = 6
 """Times that a layer is rounded until it is within its tolerance as written. Each asks for a loss
 that is smaller by what the last one missed, and the last for the nearest there is."""
@@ -80,6 +76,10 @@ that is smaller by what the last one missed, and the last for the nearest there 
 OWN_PAIR_SHARE = 0.25
 """Least budget with room for own pairs, as a share of a byte or parameter for each of the LoRA's:
 with less, hardly any layer keeps all its components in eight bits."""
+
+OWN_PAIR_RTOL = 0.05
+"""Tolerance of a layer from which no own pair is offered: codes of six bits, which are smaller,
+have an error of 0.03."""
 
 MAX_SIZES = 2**15
 """Sizes in bits that all layers offer together, where each has more than `MAX_CODE_SIZES`: an
@@ -142,7 +142,8 @@ class PlainTable:
     Attributes
     ----------
     layers : sequence of Layer
-        Each is read, and read again when it is made.
+        Each is read, and read again when it is made; under a budget that bounds each layer alone
+        it is made as it is read.
     storages : tuple of str
         Element types that each layer may choose from.
     cache : SpillCache
@@ -167,14 +168,24 @@ class PlainTable:
         self._offers: dict[tuple[int, bool], Offers] = {}
         self._made: dict[tuple[int, Candidate], Materialized] = {}
         self._own_pairs: list[Offers | None] = []
-        least = OWN_PAIR_SHARE * sum(layer.parameters for layer in layers)
-        has_room = not budgets or any((each.cost or math.inf) >= least for each in budgets)
+        has_room = not budgets or any(map(self._has_room, budgets))
         has_eight_bits = any(INTEGER_BITS.get(name, 0) >= MAX_BITS for name in storages)
         read = Counter(on_step, "reading", len(layers), "layers")
-        for layer in layers:
+        for i, layer in enumerate(layers):
             is_coded = layer.squared_norm > 0.0 and has_eight_bits and has_room
             self._own_pairs.append(_own_pair(layer) if is_coded else None)
+            for budget in budgets:
+                if _is_of_each_layer(budget):  # made now, while the numbers are in memory
+                    candidate = self.offers(i, budget).make(self._choice_alone(i, budget))
+                    self.made_within(i, candidate, budget)
             read.add()
+
+    def _has_room(self, budget: Budget) -> bool:
+        """Return whether a budget may be met by own pairs."""
+        if budget.layer_rtol is not None:
+            return budget.layer_rtol < OWN_PAIR_RTOL
+        least = OWN_PAIR_SHARE * sum(layer.parameters for layer in self.layers)
+        return (budget.cost or math.inf) >= least
 
     def offers(self, i: int, budget: Budget) -> Offers:
         """Return what a layer may become under a budget."""
@@ -191,11 +202,8 @@ class PlainTable:
         Raises `BudgetError` if a rank that every layer must have costs too much.
         """
         offers = [self.offers(i, budget) for i in range(len(self.layers))]
-        if budget.layer_rtol is not None:
-            choice = [
-                _smallest_within(offer, budget.layer_rtol**2 * layer.squared_norm)
-                for offer, layer in zip(offers, self.layers, strict=True)
-            ]
+        if _is_of_each_layer(budget):
+            choice = [self._choice_alone(i, budget) for i in range(len(self.layers))]
         else:
             options = [
                 PartOptions(self._costs(layer, offer, budget), offer.losses)
@@ -216,6 +224,11 @@ class PlainTable:
         )
         return [offer.make(k) for offer, k in zip(offers, choice, strict=True)], is_nearest
 
+    def _choice_alone(self, i: int, budget: Budget) -> int:
+        """Return which offer a layer takes by a tolerance of its own, or a rank."""
+        max_loss = (budget.layer_rtol or 0.0) ** 2 * self.layers[i].squared_norm
+        return _smallest_within(self.offers(i, budget), max_loss)
+
     def made(self, i: int, candidate: Candidate) -> Materialized:
         """Return a candidate with its factors, made and measured once."""
         if (i, candidate) not in self._made:
@@ -224,10 +237,11 @@ class PlainTable:
 
     def made_within(self, i: int, candidate: Candidate, budget: Budget) -> Materialized:
         """Return the candidate, or the next larger one that is within the tolerance as written."""
-        layer = self.layers[i]
-        max_loss = (budget.layer_rtol or 0.0) ** 2 * layer.squared_norm
-        offers = self.offers(i, budget)
         made = self.made(i, candidate)
+        if budget.layer_rtol is None:
+            return made
+        max_loss = budget.layer_rtol**2 * self.layers[i].squared_norm
+        offers = self.offers(i, budget)
         asked = max_loss
         for left in range(MAX_TRIES - 1, 0, -1):
             found = made.candidate.squared_error
@@ -250,7 +264,7 @@ class PlainTable:
         own_pair = self._own_pairs[i]
         if layer.squared_norm == 0.0:
             return _in_floats(layer, floats[0] if floats else "float16")
-        fits = bool(floats) and float(layer.gauge[1][0]) <= precision(floats[0]).largest ** 2
+        fits = bool(floats) and float(layer.sigma[0]) <= precision(floats[0]).largest ** 2
         parts = [_left_out(layer) if max_bits and not fits else _in_floats(layer, floats[0])]
         if in_bytes and max_bits:
             most = max(MAX_CODE_SIZES, MAX_SIZES // len(self.layers))
@@ -301,11 +315,13 @@ def choose_storage(table: PlainTable, budget: Budget) -> FittedLayers:
     if budget.min_rank == 0 and not any(layer.squared_norm for layer in table.layers):
         budget = replace(budget, min_rank=1)
     candidates, is_nearest = table.chosen(budget)
-    if budget.layer_rtol is None:
-        made = [table.made(i, candidate) for i, candidate in enumerate(candidates)]
-    else:
-        made = [table.made_within(i, each, budget) for i, each in enumerate(candidates)]
+    made = [table.made_within(i, each, budget) for i, each in enumerate(candidates)]
     return FittedLayers(tuple(made), None, is_nearest, solved_layers=0)
+
+
+def _is_of_each_layer(budget: Budget) -> bool:
+    """Return whether a budget bounds each layer alone, by a tolerance or a rank."""
+    return budget.layer_rtol is not None or budget.parameters == math.inf
 
 
 def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
@@ -320,17 +336,20 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     stored: FloatProduct | SpectralCode
     if isinstance(candidate, LowRankCandidate) and candidate.bits:
         is_own = candidate.unrotated
-        vectors = own_vectors(layer) if is_own else layer_svd(layer, candidate.rank)
+        rank = candidate.rank
+        vectors = own_vectors(layer) if is_own else layer_svd(layer, rank, single=True)
         levels = list(zip(candidate.bits, candidate.groups, strict=True))
         stored, loss = ComponentCodes(layer, vectors).code(levels)
     elif isinstance(candidate, KeepCandidate):
         pair = layer.pair
         try:
-            stored, loss = _rounded(layer, (pair.left, pair.right), candidate.storage)
+            sides = pair.left, pair.right
+            stored, loss = _rounded(layer, sides, candidate.storage, layer.rank)
         except PrecisionError:  # one side overflows the type, where both may fit if they are even
             loss = math.inf
         if loss > 0.0:  # singular vectors may lose less by rounding
-            other, other_loss = _rounded(layer, layer.truncated(candidate.rank), candidate.storage)
+            sides = layer.truncated(layer.rank)
+            other, other_loss = _rounded(layer, sides, candidate.storage, layer.rank)
             if other_loss < loss:
                 stored, loss = other, other_loss
     else:
@@ -339,7 +358,7 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     summary = StoredSummary(
         str(stored.shape),
         (1, 1),
-        _condition(to_numpy(layer.gauge[1])[: candidate.rank]),
+        _condition(layer.sigma[: candidate.rank]),
         stored.parameters,
         stored.bytes,
         stored.storage,
@@ -349,34 +368,13 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
 
 
 def _rounded(
-    layer: Layer, sides: tuple[Array, Array], storage: str, rank: int | None = None
+    layer: Layer, sides: tuple[Array, Array], storage: str, rank: int
 ) -> tuple[FloatProduct, float]:
-    """Return both sides in a floating type, and their squared error.
-
-    Where a truncated SVD of a rank loses enough by what it cuts, the error is ‖cut‖² +
-    ‖E_B A + B̂ E_A‖² − 2 ⟨cut, E_B E_A⟩ with the errors E of both sides: the cut is orthogonal to
-    each side before rounding, and nothing cancels.
-    """
+    """Return both sides in a floating type, and their squared error."""
     stored = stored_pair(*sides, storage)
-    new_left, new_right = (
-        to_numpy(side[0][0]).astype(np.float64) for side in (stored.left, stored.right)
-    )
-    pair = layer.pair
-    cut = 0.0 if rank is None else float(tail_norms(layer.gauge[1])[rank])
-    size = float(np.linalg.norm(pair.left)) * float(np.linalg.norm(pair.right))
-    if cut < MIN_CUT * size or cut == 0.0:
-        return stored, pair_distance(pair.left, pair.right.T, new_left, new_right.T) ** 2
-    left, right = (to_numpy(side) for side in sides)
-    left_error = new_left - left
-    right_error = new_right - right
-    left_turn = left_error.T @ left
-    right_turn = right_error @ right.T
-    loss = np.sum((left_error.T @ left_error) * (right @ right.T))
-    loss += np.sum((new_left.T @ new_left) * (right_error @ right_error.T))
-    loss += 2.0 * np.sum((left_error.T @ new_left) * right_turn.T)
-    loss += 2.0 * np.sum(left_turn * right_turn)
-    loss -= 2.0 * np.sum((left_error.T @ pair.left) * (right_error @ pair.right.T))
-    return stored, cut**2 + float(loss)
+    factors = stored.left[0], stored.right[0]
+    left, right = (factor[0].astype(np.float64) for factor in factors)
+    return stored, layer.rounded_error(rank, sides, (left, right)) ** 2
 
 
 def _condition(sigma: Doubles) -> float:
@@ -406,7 +404,7 @@ def _left_out(layer: Layer) -> Offers:
 
 def _in_floats(layer: Layer, storage: str) -> Offers:
     """Return truncated SVDs of every rank in a floating type; of rank 0 the layer is left out."""
-    sigma = to_numpy(layer.gauge[1])
+    sigma = layer.sigma
     # What rounding both sides of a component adds: relative to its size, and near the smallest
     # numbers of the type as much as these are apart.
     relative = 2.0 * FLOAT_NOISE * precision(storage).unit_roundoff ** 2
@@ -456,7 +454,7 @@ def _in_bits(layer: Layer, max_bits: int, most: int) -> Offers:
 
 def _of_one_width(layer: Layer, bits: int) -> Offers:
     """Return codes of the largest components in one width, for every rank."""
-    sigma = to_numpy(layer.gauge[1])
+    sigma = layer.sigma
     energies = sigma[sigma > 0.0] ** 2
     ranks = np.arange(1, len(energies) + 1)
     noise = 2.0 * GAUSSIAN_ERROR[bits][GROUPS.index(64)]

@@ -104,6 +104,17 @@ def test_the_error_of_floats_is_that_of_what_is_stored(storage):
         assert made.candidate.squared_error == pytest.approx(error, rel=2e-9, abs=1e-22)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1.0, 1e30])
+def test_the_error_of_numbers_of_any_size_is_that_of_what_is_stored(size):
+    """Squares of the least and the largest do not fit into single precision."""
+    pair = falling_layer(4).pair
+    layer = Layer.of("q", LowRank(size * pair.left, size * pair.right))
+    table = PlainTable([layer], ["bfloat16"], SpillCache())
+    made = table.made(0, table.offers(0, Budget(bytes=1e6)).make(5))
+    error = layer.squared_error(made.product)
+    assert made.candidate.squared_error == pytest.approx(error, rel=2e-9, abs=0.0)
+
+
 def test_uniform_rows_are_coded_as_they_are_in_eight_bits():
     rng = np.random.default_rng(0)
     sides = rng.uniform(-1.0, 1.0, (512, 8)), rng.uniform(-1.0, 1.0, (8, 512))
@@ -157,6 +168,18 @@ def test_every_layer_is_within_its_error_as_written(goal, storage, demo, tmp_pat
     errors = [error for _, error in spectra_of(written, demo).values()]
     assert all(error <= rtol * (1.0 + 1e-6) for error in errors)
     assert max(errors) > 0.5 * rtol
+
+
+def test_an_own_format_cut_is_within_its_error_as_written(demo, tmp_path):
+    """Rounding to eight bits takes the first layer above an error that its rank 4 just meets."""
+    sigma = open_layers(demo)[0].sigma
+    rtol = 1.0005 * float(np.linalg.norm(sigma[4:]) / np.linalg.norm(sigma))
+    assert truncate(demo, rtol=rtol).ranks[0] == 4
+    cut = truncate(demo, rtol=rtol, storage="float8_e4m3fn")
+    assert cut.ranks[0] == 5
+    written = open_checkpoint(cut.save(tmp_path / "small"))
+    errors = [error for _, error in spectra_of(written, demo).values()]
+    assert all(error <= rtol * (1.0 + 1e-6) for error in errors)
 
 
 def test_energy_and_rtol_are_one_goal(demo):
