@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,7 @@ from lsrdecomp.arrays import (
 from lsrdecomp.errors import ArgumentError, PrecisionError, ShapeError, unknown
 from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
 from lsrdecomp.kronecker.files import read_terms, write_terms
+from lsrdecomp.kronecker.forming import warn_of_forming, warn_of_scipy
 from lsrdecomp.kronecker.normalization import (
     check_weights,
     normalized_terms,
@@ -67,22 +67,6 @@ OTHER_NAMES = {
     "singular_values": "weights",
 }
 """Names of other libraries for attributes of ours."""
-
-WITHOUT_FORMING = {
-    "det": "lsrdecomp.operators.det(A)",
-    "eig": "lsrdecomp.operators.eigenvalues(A)",
-    "eigh": "lsrdecomp.operators.eigh(A)",
-    "eigvals": "lsrdecomp.operators.eigenvalues(A)",
-    "eigvalsh": "lsrdecomp.operators.eigenvalues(A)",
-    "inv": "lsrdecomp.operators.inv(A)",
-    "norm": "A.norm",
-    "pinv": "lsrdecomp.operators.pinv(A)",
-    "slogdet": "lsrdecomp.operators.slogdet(A)",
-    "solve": "lsrdecomp.operators.solve(A, b)",
-    "svd": "lsrdecomp.operators.svd(A)",
-    "trace": "A.trace()",
-}
-"""Functions of ``numpy.linalg``, and what does the same without forming the matrix."""
 
 UFUNC_OPERATORS = {
     np.matmul: "matmul",
@@ -675,12 +659,14 @@ class SeparatedMatrix:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Form the matrix for ``numpy.asarray``; at most `max_formed_entries` entries.
 
-        Raises `ShapeError` above that, with the bytes it would take and the ways around.
+        SciPy's linear algebra warns of it. Raises `ShapeError` above that, with the bytes it would
+        take and the ways around.
         """
         if copy is False:
             raise ValueError(
                 "a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met"
             )
+        warn_of_scipy(self.shape)
         formed = to_numpy(self._form("numpy.asarray"))
         return formed if dtype is None else formed.astype(dtype)
 
@@ -720,14 +706,8 @@ class SeparatedMatrix:
     ) -> Any:
         """Let NumPy's functions take the formed matrix; those of linear algebra warn of it."""
         name = function.__name__
-        if function.__module__ == "numpy.linalg" and name in WITHOUT_FORMING:
-            rows, columns = self.shape
-            warnings.warn(
-                f"numpy.linalg.{name} forms the matrix, {rows:,} × {columns:,} entries; "
-                f"{WITHOUT_FORMING[name]} does not, where that is possible",
-                UserWarning,
-                stacklevel=2,
-            )
+        if function.__module__ == "numpy.linalg":
+            warn_of_forming(f"numpy.linalg.{name}", self.shape, stacklevel=2)
         array = np.empty(0)
         return array.__array_function__(function, (np.ndarray,), arguments, options)
 
