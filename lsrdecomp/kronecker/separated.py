@@ -21,9 +21,11 @@ from lsrdecomp.arrays import (
     device,
     is_complex,
     is_jax,
+    is_traced_by_jax,
     like,
     namespace,
     norm,
+    refuse_traced,
     to_numpy,
     with_common_dtype,
 )
@@ -67,6 +69,25 @@ OTHER_NAMES = {
     "singular_values": "weights",
 }
 """Names of other libraries for attributes of ours."""
+
+RECORD_NAMES = (
+    "bytes",
+    "error",
+    "error_kind",
+    "gap_kind",
+    "note",
+    "optimality_gap",
+    "relative_error",
+    "remark",
+    "status",
+    "storage",
+    "stored",
+    "stored_bytes",
+    "summary",
+    "sweeps",
+    "target_norm",
+)
+"""What the record of `decompose` has beside a matrix, which within ``jax.jit`` there is not."""
 
 UFUNC_OPERATORS = {
     np.matmul: "matmul",
@@ -142,7 +163,7 @@ class SeparatedMatrix:
             ) from error
         object.__setattr__(self, "kronecker_shape", shape)
         if is_jax(self.weights):
-            register_pytree(SeparatedMatrix)
+            register_pytree(SeparatedMatrix, SeparatedMatrix)
 
     @staticmethod
     def from_factors(factors: Sequence[Array], weights: Array | None = None) -> SeparatedMatrix:
@@ -208,6 +229,7 @@ class SeparatedMatrix:
 
         From QR factors, so that cancellation between terms costs γ·2⁻⁵³ and not γ²·2⁻⁵³.
         """
+        refuse_traced(self.weights, "the norm")
         scale = norm(self.weights)
         if scale == 0.0:
             return 0.0
@@ -273,7 +295,15 @@ class SeparatedMatrix:
         return hash((self.kronecker_shape, self.separation_rank))
 
     def __getattr__(self, name: str) -> Any:
-        """Tell where an attribute of another library is found here."""
+        """Tell where an attribute of another library, or of a record, is found here."""
+        if name == "approximation":
+            # Within `jax.jit` decompose answers with this class, and code reads on as outside.
+            return self
+        if name in RECORD_NAMES:
+            raise AttributeError(
+                f"a SeparatedMatrix has no {name!r}: it is of the record that decompose returns, "
+                "and within jax.jit, which knows no numbers, decompose returns the matrix alone"
+            )
         if name in OTHER_NAMES:
             raise AttributeError(f"a separated matrix has no {name!r}: see {OTHER_NAMES[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -281,9 +311,12 @@ class SeparatedMatrix:
     def __repr__(self) -> str:
         rows, columns = self.shape
         terms = f"{self.separation_rank} × [{self.kronecker_shape}]"
+        condition = ""
+        if not is_traced_by_jax(self.weights):
+            condition = f", γ = {self.condition:.3g}"
         return (
             f"SeparatedMatrix({rows}×{columns} as {terms}, "
-            f"{self.parameters:,} parameters, γ = {self.condition:.3g})"
+            f"{self.parameters:,} parameters{condition})"
         )
 
     # --- Form ----------------------------------------------------------------------------------
@@ -343,6 +376,7 @@ class SeparatedMatrix:
         PrecisionError
             If a folded factor overflows, or the type is not for storage.
         """
+        refuse_traced(self.weights, "rounding")
         if not scaled or self.separation_rank == 0:
             return self.from_factors([round_to(f, storage) for f in self.folded()])
         weights = self.weights

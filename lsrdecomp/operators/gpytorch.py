@@ -54,10 +54,10 @@ def to_gpytorch(matrix: SeparatedMatrix) -> Any:
             f"to_gpytorch needs {error.name}: type pip install linear_operator"
         ) from error
 
-    single_terms = [
-        SeparatedMatrix(matrix.weights[k : k + 1], tuple(f[k : k + 1, :, :] for f in matrix.factors))
-        for k in range(matrix.separation_rank)
-    ]
+    single_terms = []
+    for k in range(matrix.separation_rank):
+        factors = tuple(stack[k : k + 1, :, :] for stack in matrix.factors)
+        single_terms.append(SeparatedMatrix(matrix.weights[k : k + 1], factors))
     definite = _first_definite(single_terms)
     products = []
     for term in [*(t for t in single_terms if t is not definite), definite]:

@@ -152,9 +152,9 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
         if mass is not None or not is_singular_by_its_sizes(matrix):
             rows, columns = matrix.shape
             raise ShapeError(
-                f"eigenvalues of this {rows}×{columns} matrix, {matrix.separation_rank} × [{shape}],"
-                " need square factors, or a square matrix of terms of so small a rank together "
-                "that zero is among them; NumPy takes A.to_matrix()"
+                f"eigenvalues of this {rows}×{columns} matrix, {matrix.separation_rank} × "
+                f"[{shape}], need square factors, or a square matrix of terms of so small a rank "
+                "together that zero is among them; NumPy takes A.to_matrix()"
             )
         return namespace(matrix.weights).asarray(_eigenvalues_through_rank(terms))
     if mass is None:
