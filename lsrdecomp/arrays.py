@@ -305,11 +305,15 @@ def tail_norms(sigma: Array) -> list[float]:
 
 
 def to_numpy(array: Array) -> np.ndarray:
-    """Return a NumPy copy or view on the host, of any library's array."""
+    """Return a NumPy copy or view on the host, of any library's array.
+
+    Raises `LsrError` within ``jax.jit``.
+    """
     if type(array) is np.ndarray:
         return array
     if array_api_compat.is_torch_array(array):
         return np.asarray(array.detach().cpu().numpy())
+    refuse_traced(array, "what NumPy computes")
     return np.asarray(array)
 
 

@@ -133,6 +133,53 @@ def a_rank_is_decomposed_within_a_compiled_function(jax):
     assert jax.jit(lambda m: lsr.decompose(m, SHAPE, rank=3))(single).dtype == "float32"
 
 
+def an_answer_under_jit_has_what_it_has_outside_or_says_why_not(jax):
+    with jax.enable_x64(True):
+        matrix = jax.numpy.asarray(MATRIX)
+        outside = lsr.decompose(matrix, SHAPE, rank=2)
+        formed = np.asarray(outside.to_matrix())
+
+        def approximation(m):
+            return lsr.decompose(m, SHAPE, rank=2).approximation
+
+        inside = jax.jit(lambda m: approximation(m).to_matrix())(matrix)
+        np.testing.assert_allclose(inside, formed, atol=1e-13)
+        np.testing.assert_allclose(jax.jit(approximation)(matrix).to_matrix(), formed, atol=1e-13)
+        reprs = []
+        jax.jit(lambda m: reprs.append(repr(approximation(m))))(matrix)
+        assert reprs == ["SeparatedMatrix(20×18 as 2 × [4×3 ⊗ 5×6], 84 parameters)"]
+        # What a record has beside the matrix.
+        names = {name for name in dir(outside) if not name.startswith("_")}
+        names -= {name for name in dir(lsr.SeparatedMatrix) if not name.startswith("_")}
+        names -= {"weights", "factors", "approximation"}
+        assert len(names) == 15
+        for name in names:
+            with pytest.raises(AttributeError, match=f"has no '{name}': .*within jax.jit"):
+                jax.jit(lambda m, name=name: getattr(approximation(m), name))(matrix)
+        for verb in (
+            lambda m: m.norm,
+            lambda m: m.condition,
+            lambda m: m.round_to("float16"),
+            lambda m: m == m,
+            np.asarray,
+            lambda m: m.toarray(),
+            lambda m: m.to_linear_operator(),
+            lambda m: lsr.operators.svd(m.to_numpy()),
+        ):
+            with pytest.raises(LsrError, match=r"depends on the values .* do it outside"):
+                jax.jit(lambda m, verb=verb: verb(approximation(m)))(matrix)
+
+
+def a_record_is_an_argument_of_compiled_functions(jax):
+    with jax.enable_x64(True):
+        record = lsr.decompose(jax.numpy.asarray(MATRIX), SHAPE, rank=2)
+        vector = jax.numpy.asarray(RNG.standard_normal(18))
+        product = jax.jit(lambda result, x: result.approximation @ x)(record, vector)
+        np.testing.assert_allclose(product, record @ vector, rtol=1e-12)
+        with pytest.raises(AttributeError, match="has no 'relative_error'"):
+            jax.jit(lambda result: result.relative_error)(record)
+
+
 def at_the_terms_of_an_exact_sum_what_keeps_them_passes(jax):
     with jax.enable_x64(True):
         left, right = RNG.standard_normal((12, 2)), RNG.standard_normal((2, 30))
@@ -224,6 +271,8 @@ CHECKS = (
     the_derivative_by_a_separated_matrix_has_its_shape,
     what_depends_on_values_is_refused_in_words_under_jit,
     a_rank_is_decomposed_within_a_compiled_function,
+    an_answer_under_jit_has_what_it_has_outside_or_says_why_not,
+    a_record_is_an_argument_of_compiled_functions,
     at_the_terms_of_an_exact_sum_what_keeps_them_passes,
     equal_weights_that_are_kept_have_the_derivative_of_their_sum,
     second_derivatives_agree_with_those_of_torch,

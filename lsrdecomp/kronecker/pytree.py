@@ -7,10 +7,11 @@ from typing import Any
 
 
 @cache
-def register_pytree(cls: type) -> None:
-    """Tell JAX how to take a class of ``weights`` and ``factors`` apart and to build it again.
+def register_pytree(cls: type, matrix_class: type) -> None:
+    """Tell JAX how to take a class of ``weights`` and ``factors`` apart, and what to build of them.
 
-    Called when the first one of JAX arrays is made, so that JAX is not imported for others.
+    A record is built again as the matrix alone: its figures are not those of other numbers. Called
+    when the first one of JAX arrays is made, so that JAX is not imported for others.
     """
     import jax
 
@@ -19,7 +20,7 @@ def register_pytree(cls: type) -> None:
 
     def unflatten(_: None, leaves: Any) -> Any:
         # Without the checks of the constructor: JAX also builds trees of its own placeholders.
-        matrix: Any = object.__new__(cls)
+        matrix: Any = object.__new__(matrix_class)
         weights, *factors = leaves
         object.__setattr__(matrix, "weights", weights)
         object.__setattr__(matrix, "factors", tuple(factors))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,15 +21,18 @@ from lsrdecomp.arrays import (
     device,
     is_complex,
     is_jax,
+    is_traced_by_jax,
     like,
     namespace,
     norm,
+    refuse_traced,
     to_numpy,
     with_common_dtype,
 )
 from lsrdecomp.errors import ArgumentError, PrecisionError, ShapeError, unknown
 from lsrdecomp.kronecker.entries import diagonal_entries, get_entries
 from lsrdecomp.kronecker.files import read_terms, write_terms
+from lsrdecomp.kronecker.forming import warn_of_forming, warn_of_scipy
 from lsrdecomp.kronecker.normalization import (
     check_weights,
     normalized_terms,
@@ -68,21 +70,24 @@ OTHER_NAMES = {
 }
 """Names of other libraries for attributes of ours."""
 
-WITHOUT_FORMING = {
-    "det": "lsrdecomp.operators.det(A)",
-    "eig": "lsrdecomp.operators.eigenvalues(A)",
-    "eigh": "lsrdecomp.operators.eigh(A)",
-    "eigvals": "lsrdecomp.operators.eigenvalues(A)",
-    "eigvalsh": "lsrdecomp.operators.eigenvalues(A)",
-    "inv": "lsrdecomp.operators.inv(A)",
-    "norm": "A.norm",
-    "pinv": "lsrdecomp.operators.pinv(A)",
-    "slogdet": "lsrdecomp.operators.slogdet(A)",
-    "solve": "lsrdecomp.operators.solve(A, b)",
-    "svd": "lsrdecomp.operators.svd(A)",
-    "trace": "A.trace()",
-}
-"""Functions of ``numpy.linalg``, and what does the same without forming the matrix."""
+RECORD_NAMES = (
+    "bytes",
+    "error",
+    "error_kind",
+    "gap_kind",
+    "note",
+    "optimality_gap",
+    "relative_error",
+    "remark",
+    "status",
+    "storage",
+    "stored",
+    "stored_bytes",
+    "summary",
+    "sweeps",
+    "target_norm",
+)
+"""What the record of `decompose` has beside a matrix, which within ``jax.jit`` there is not."""
 
 UFUNC_OPERATORS = {
     np.matmul: "matmul",
@@ -158,7 +163,7 @@ class SeparatedMatrix:
             ) from error
         object.__setattr__(self, "kronecker_shape", shape)
         if is_jax(self.weights):
-            register_pytree(SeparatedMatrix)
+            register_pytree(SeparatedMatrix, SeparatedMatrix)
 
     @staticmethod
     def from_factors(factors: Sequence[Array], weights: Array | None = None) -> SeparatedMatrix:
@@ -224,6 +229,7 @@ class SeparatedMatrix:
 
         From QR factors, so that cancellation between terms costs γ·2⁻⁵³ and not γ²·2⁻⁵³.
         """
+        refuse_traced(self.weights, "the norm")
         scale = norm(self.weights)
         if scale == 0.0:
             return 0.0
@@ -289,7 +295,15 @@ class SeparatedMatrix:
         return hash((self.kronecker_shape, self.separation_rank))
 
     def __getattr__(self, name: str) -> Any:
-        """Tell where an attribute of another library is found here."""
+        """Tell where an attribute of another library, or of a record, is found here."""
+        if name == "approximation":
+            # Within `jax.jit` decompose answers with this class, and code reads on as outside.
+            return self
+        if name in RECORD_NAMES:
+            raise AttributeError(
+                f"a SeparatedMatrix has no {name!r}: it is of the record that decompose returns, "
+                "and within jax.jit, which knows no numbers, decompose returns the matrix alone"
+            )
         if name in OTHER_NAMES:
             raise AttributeError(f"a separated matrix has no {name!r}: see {OTHER_NAMES[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -297,9 +311,12 @@ class SeparatedMatrix:
     def __repr__(self) -> str:
         rows, columns = self.shape
         terms = f"{self.separation_rank} × [{self.kronecker_shape}]"
+        condition = ""
+        if not is_traced_by_jax(self.weights):
+            condition = f", γ = {self.condition:.3g}"
         return (
             f"SeparatedMatrix({rows}×{columns} as {terms}, "
-            f"{self.parameters:,} parameters, γ = {self.condition:.3g})"
+            f"{self.parameters:,} parameters{condition})"
         )
 
     # --- Form ----------------------------------------------------------------------------------
@@ -359,6 +376,7 @@ class SeparatedMatrix:
         PrecisionError
             If a folded factor overflows, or the type is not for storage.
         """
+        refuse_traced(self.weights, "rounding")
         if not scaled or self.separation_rank == 0:
             return self.from_factors([round_to(f, storage) for f in self.folded()])
         weights = self.weights
@@ -675,12 +693,14 @@ class SeparatedMatrix:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Form the matrix for ``numpy.asarray``; at most `max_formed_entries` entries.
 
-        Raises `ShapeError` above that, with the bytes it would take and the ways around.
+        SciPy's linear algebra warns of it. Raises `ShapeError` above that, with the bytes it would
+        take and the ways around.
         """
         if copy is False:
             raise ValueError(
                 "a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met"
             )
+        warn_of_scipy(self.shape)
         formed = to_numpy(self._form("numpy.asarray"))
         return formed if dtype is None else formed.astype(dtype)
 
@@ -720,14 +740,8 @@ class SeparatedMatrix:
     ) -> Any:
         """Let NumPy's functions take the formed matrix; those of linear algebra warn of it."""
         name = function.__name__
-        if function.__module__ == "numpy.linalg" and name in WITHOUT_FORMING:
-            rows, columns = self.shape
-            warnings.warn(
-                f"numpy.linalg.{name} forms the matrix, {rows:,} × {columns:,} entries; "
-                f"{WITHOUT_FORMING[name]} does not, where that is possible",
-                UserWarning,
-                stacklevel=2,
-            )
+        if function.__module__ == "numpy.linalg":
+            warn_of_forming(f"numpy.linalg.{name}", self.shape, stacklevel=2)
         array = np.empty(0)
         return array.__array_function__(function, (np.ndarray,), arguments, options)
 

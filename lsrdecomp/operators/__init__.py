@@ -17,7 +17,7 @@ Structures
     `kronecker_sum`, `blur`, `covariance_on_grid`
 
 Gaussian processes on grids
-    `log_marginal_likelihood`, with its gradient
+    `log_marginal_likelihood`, with its gradient; `to_gpytorch` for an operator of GPyTorch
 
 Records are `LinearSolution`, `ApproximateInverse`, `GridLikelihood`, `Eigen`, `Svd`.
 `lsrdecomp.recompress` finds fewer terms for a sum or product that has too many.

@@ -3,6 +3,7 @@ from .diagonal import diagonalize as diagonalize
 from .functions import expm_multiply as expm_multiply
 from .gaussian import GridLikelihood as GridLikelihood
 from .gaussian import log_marginal_likelihood as log_marginal_likelihood
+from .gpytorch import to_gpytorch as to_gpytorch
 from .inverse_als import ApproximateInverse as ApproximateInverse
 from .inverse_als import approximate_inverse as approximate_inverse
 from .linear_solve import LinearSolution as LinearSolution

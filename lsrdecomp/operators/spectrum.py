@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,8 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     Kronecker sums of any number of factors, a covariance plus noise, finite elements with their
     mass matrix; A₁ ⊗ B₁ + A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are
     Hermitian (and the mass positive definite), else complex in no order. Cost a few Σ m_i³ + s·n.
+    Of a square product of factors that are not square, such as 2×3 ⊗ 3×2, they are those of a
+    matrix as large as its rank, and zeros.
 
     Parameters
     ----------
@@ -125,6 +128,9 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
 
     Raises
     ------
+    ShapeError
+        For a matrix that is not square, and for sums of factors that are not, unless their terms
+        have so small a rank together that zero is an eigenvalue.
     MatrixError
         Where there is no closed form, or the mass is singular.
 
@@ -141,9 +147,16 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):
         found = f"{mass.separation_rank} of {mass.kronecker_shape}"
         raise ShapeError(f"a mass is one term of {shape}; this has {found}")
-    if any(m != n for m, n in shape.factors):
-        raise ShapeError(f"eigenvalues need square factors, these are {shape}")
     terms = to_host(matrix)
+    if any(m != n for m, n in shape.factors):
+        if mass is not None or not is_singular_by_its_sizes(matrix):
+            rows, columns = matrix.shape
+            raise ShapeError(
+                f"eigenvalues of this {rows}×{columns} matrix, {matrix.separation_rank} × "
+                f"[{shape}], need square factors, or a square matrix of terms of so small a rank "
+                "together that zero is among them; NumPy takes A.to_matrix()"
+            )
+        return namespace(matrix.weights).asarray(_eigenvalues_through_rank(terms))
     if mass is None:
         mass_term = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows])
     else:
@@ -166,6 +179,33 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     if isinstance(matrix.weights, np.ndarray):
         return values
     return namespace(matrix.weights).asarray(values)
+
+
+def _eigenvalues_through_rank(matrix: SeparatedMatrix) -> np.ndarray:
+    """Return the eigenvalues of A = L R, with as many columns of L as A has rank: of R L, and zero.
+
+    L R and R L have the same eigenvalues but for zeros. A tall factor stands in L, with the
+    identity in R, and a wide one in R.
+    """
+    dtype = np.result_type(*matrix.factors)
+    left: list[np.ndarray] = []
+    right: list[np.ndarray] = []
+    for factor in matrix.factors:
+        terms, m, n = factor.shape
+        identity = np.broadcast_to(np.eye(min(m, n), dtype=dtype), (terms, min(m, n), min(m, n)))
+        left.append(factor if m > n else identity)
+        right.append(identity if m > n else factor)
+    lefts = []
+    rights = []
+    for k, weight in enumerate(matrix.weights):
+        lefts.append(weight * reduce(np.kron, [stack[k] for stack in left]))
+        rights.append(reduce(np.kron, [stack[k] for stack in right]))
+    size = matrix.shape[0]
+    values = np.zeros(size, dtype=np.complex128)
+    if lefts:
+        core = np.concatenate(rights) @ np.concatenate(lefts, axis=1)
+        values[size - len(core) :] = np.linalg.eigvals(core)
+    return values
 
 
 def _with_last_term(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:

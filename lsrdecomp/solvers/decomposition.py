@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
-from lsrdecomp.arrays import Array, is_complex, to_numpy
+from lsrdecomp.arrays import Array, is_complex, is_jax, to_numpy
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.files import has_figures, read_figures, read_terms, write_terms
+from lsrdecomp.kronecker.pytree import register_pytree
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import LARGE_CONDITION, PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.solver import ErrorKind, Event, Status, Sweep
@@ -82,6 +83,8 @@ class Decomposition(SeparatedMatrix):
         object.__setattr__(self, "weights", self.approximation.weights)
         object.__setattr__(self, "factors", self.approximation.factors)
         object.__setattr__(self, "kronecker_shape", self.approximation.kronecker_shape)
+        if is_jax(self.weights):
+            register_pytree(Decomposition, SeparatedMatrix)
 
     @property
     def error(self) -> float:

@@ -6,6 +6,8 @@ import warnings
 
 import numpy as np
 import pytest
+import scipy.linalg
+import scipy.sparse.linalg
 
 import lsrdecomp as lsr
 from lsrdecomp.errors import ArgumentError, CheckpointError, PrecisionError, ShapeError
@@ -153,9 +155,41 @@ def test_linear_algebra_of_numpy_says_that_it_forms_the_matrix(name, rng):
         np.testing.assert_array_equal(one, other)
 
 
-def test_other_functions_of_numpy_say_nothing(result):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("inv", "lsrdecomp.operators.inv"),
+        ("eigh", "lsrdecomp.operators.eigh"),  # SciPy wraps it, to take stacks of matrices
+        ("svdvals", "lsrdecomp.operators.svd"),
+        ("qr", None),
+    ],
+)
+def test_linear_algebra_of_scipy_says_once_that_it_forms_the_matrix(name, instead, rng):
+    matrix = lsr.SeparatedMatrix.from_factors([rng.standard_normal((1, 3, 3))] * 2)
+    with pytest.warns(UserWarning, match="forms the matrix") as caught:
+        getattr(scipy.linalg, name)(matrix)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the line of who called SciPy"
+    message = str(caught[0].message)
+    assert message.startswith(f"scipy.linalg.{name} forms the matrix, 9 × 9 entries")
+    assert instead is None or f"{instead}(A) does not" in message
+
+
+@pytest.mark.filterwarnings("ignore:spsolve")  # that it takes sparse matrices
+@pytest.mark.parametrize("solve", [scipy.linalg.solve, scipy.sparse.linalg.spsolve])
+def test_solving_by_scipy_says_that_it_forms_the_matrix(solve, rng):
+    matrix = lsr.SeparatedMatrix.from_factors([np.eye(3)[None], 2.0 * np.eye(2)[None]])
+    b = rng.standard_normal(6)
+    with pytest.warns(UserWarning, match=r"forms the matrix.*operators\.solve\(A, b\) does not"):
+        x = solve(matrix, b)
+    np.testing.assert_allclose(x, b / 2.0)
+
+
+def test_other_functions_of_numpy_and_what_forms_nothing_say_nothing(result):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        scipy.sparse.linalg.svds(result, k=2)
+        scipy.sparse.linalg.aslinearoperator(result)
         joined = np.concatenate([result, result], axis=1)
         total = np.sum(result)
     assert joined.shape == (36, 72)
@@ -172,10 +206,45 @@ def test_square_products_of_oblong_factors_have_a_determinant(terms, rng):
         assert lsr.operators.det(matrix) == 0.0
 
 
+@pytest.mark.parametrize("shape", ["2x3, 3x2", "2x6, 6x2", "5x1, 1x5", "2x3, 2x2, 3x2", "1x4, 4x1"])
+@pytest.mark.parametrize("complex_values", [False, True])
+def test_square_products_of_oblong_factors_have_eigenvalues(shape, complex_values, rng):
+    sizes = lsr.KroneckerShape.parse(shape).factors
+    factors = [rng.standard_normal((1, m, n)) for m, n in sizes]
+    if complex_values:
+        factors = [f + 1j * rng.standard_normal(f.shape) for f in factors]
+    matrix = lsr.SeparatedMatrix.from_factors(factors)
+    found = lsr.operators.eigenvalues(matrix)
+    assert_same_numbers(found, np.linalg.eigvals(matrix.toarray()))
+    rank = np.prod([min(pair) for pair in sizes])
+    assert np.sum(found == 0.0) == len(found) - rank
+
+
+def assert_same_numbers(found, expected):
+    """Compare by power sums, which rounding of multiple zeros does not move."""
+    assert found.shape == expected.shape
+    size = np.max(abs(expected))
+    for power in range(1, len(expected) + 1):
+        one, other = (np.sum((values / size) ** power) for values in (found, expected))
+        assert abs(one - other) < 1e-10
+
+
+def test_sums_of_oblong_factors_of_a_small_rank_have_eigenvalues(rng):
+    factors = [rng.standard_normal((2, 2, 6)), rng.standard_normal((2, 6, 2))]
+    matrix = lsr.SeparatedMatrix.from_factors(factors)
+    assert_same_numbers(lsr.operators.eigenvalues(matrix), np.linalg.eigvals(matrix.toarray()))
+    assert not np.any(lsr.operators.eigenvalues(matrix.truncate(0)))
+
+
 def test_sums_of_oblong_factors_that_may_be_regular_are_refused(rng):
     factors = [rng.standard_normal((5, 2, 3)), rng.standard_normal((5, 3, 2))]
     with pytest.raises((ShapeError, lsr.errors.MatrixError)):
         lsr.operators.slogdet(lsr.SeparatedMatrix.from_factors(factors))
+    with pytest.raises(ShapeError, match="this 6×6 matrix, 5 × .* need square factors"):
+        lsr.operators.eigenvalues(lsr.SeparatedMatrix.from_factors(factors))
+    oblong = lsr.SeparatedMatrix.from_factors([np.ones((1, 2, 3)), np.eye(2)[None]])
+    with pytest.raises(ShapeError, match="this 4×6 matrix"):
+        lsr.operators.eigenvalues(oblong)
 
 
 def test_an_exact_product_of_three_factors_has_one_term_however_many_are_asked():
