@@ -206,7 +206,7 @@ def _to_directories(
 ) -> list[Compression]:
     """Compress to a directory for each request, and show and write what came of it."""
     # 1. Open the adapter, and see that the directories can be written.
-    checkpoint = opening.open(adapter)
+    checkpoint = opening.open(adapter, base=requests[0].base)
     requests = [request.for_adapter(checkpoint.storage) for request in requests]
     calibrated = requests[0].statistics
     plans = [request.plan for request in requests if request.plan is not None]

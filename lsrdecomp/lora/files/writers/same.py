@@ -83,8 +83,9 @@ def _refuse_no_pair(like: Checkpoint, layer: Layer) -> None:
     """Raise `UnsupportedError` for a layer that has no pair in its file to be written as."""
     reason = LOKR_STAYS
     if isinstance(layer, LoraLayer):
+        method = "LoHa" if like.format in ("lycoris", "peft-loha") else like.format
         reason = (
-            "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+            f"is {method}, read as the LoRA of the same ΔW, and is not written in its own "
             "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
             "--to lora)"
         )
