@@ -222,7 +222,9 @@ def export(
         alpha = None
     opening = Opening(alpha=alpha, max_memory=max_memory)
     checkpoint = opening.open(adapter, carry=to == "same" and model is None, base=base)
-    base_path = None if base is None else _base_path(base)
+    base_path = None
+    if base is not None and (to == "gguf" or not lora.base.takes_base(adapter)):
+        base_path = _base_path(base)
     lora.compress.export_lora(
         checkpoint,
         out,

@@ -174,9 +174,9 @@ def _check_base(
 
     A base alone has a use where ΔW of the source is known only beside it.
     """
-    from lsrdecomp.lora.base.any_adapter import takes_base
-
-    is_for_source = base is not None and not questions.sources and takes_base(source, carry=True)
+    is_for_source = False
+    if base is not None and not questions.sources:
+        is_for_source = lora.base.takes_base(source)
     if (base is None) != (questions.sources == 0) and not is_for_source:
         raise LsrError(
             "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"

@@ -103,18 +103,24 @@ def merged_checkpoint(
         model = _on_zeros(directory, shapes)
     folder = TemporaryDirectory(prefix="lsrdecomp-")
     layers = []
-    biases = {}
+    beside = _beside_method(bundle, model)
+    extras = dict(beside)
+    tensors = dict(beside)
     for number, update in enumerate(layer_updates(model)):
         stored = _stored_layer(update, Path(folder.name) / f"{number}.safetensors")
         parts = {
             part: _held(tensor, folder, bundle, update.name) for part, tensor in stored.items()
         }
-        layers.append(_lora_layer(update, parts))
+        layer = _lora_layer(update, parts)
+        if layer.layer_type in ("linear", "conv1d"):
+            keys = f"{PREFIX}{update.name}.lora_A.weight", f"{PREFIX}{update.name}.lora_B.weight"
+            tensors |= zip(keys, (layer.down, layer.up), strict=True)
+            layer = replace(layer, keys=keys)
+        layers.append(layer)
         if "bias" in parts:
-            biases[f"{PREFIX}{update.name}.base_layer.bias"] = parts["bias"]
+            extras[f"{PREFIX}{update.name}.base_layer.bias"] = parts["bias"]
     raw = dict(config.raw)
-    extras = _extras(bundle, model) | biases
-    if raw.get("bias", "none") not in ("none", "all") or biases:
+    if raw.get("bias") != "all" and (raw.get("bias", "none") != "none" or extras != beside):
         raw["bias"] = "lora_only"
     if not isinstance(raw.get("target_modules"), list):
         raw["target_modules"] = sorted(layer.name for layer in layers)
@@ -122,7 +128,7 @@ def merged_checkpoint(
     method = "dora" if config.raw.get("use_dora") else peft_type.lower()
     note = f"{peft_type} on {base}" if base is not None else f"{peft_type}, formed by PEFT"
     return make_checkpoint(
-        bundle,
+        replace(bundle, tensors=tensors),  # as of the plain LoRA that it is read as
         f"peft-{method}",
         layers,
         extras,
@@ -332,7 +338,7 @@ def _lora_layer(update: LayerUpdate, parts: Mapping[str, StoredTensor]) -> LoraL
     )
 
 
-def _extras(bundle: Bundle, model: PeftModel) -> dict[str, StoredTensor]:
+def _beside_method(bundle: Bundle, model: PeftModel) -> dict[str, StoredTensor]:
     """Return the tensors of a file that are no part of its method: heads, biases, token rows."""
     stem = re.match(r"[^_]*_", model.base_model.prefix)
     assert stem is not None
