@@ -106,7 +106,10 @@ def verify(
         return
     if written is None:
         raise LsrError("name what was written from it too, or a server that has it by --server URL")
-    _check_base(base, questions, settings, source)
+    is_for_source = False
+    if base is not None and not questions.sources:
+        is_for_source = lora.base.takes_base(source, name=opening.name)
+    _check_base(base, questions, settings, is_for_source=is_for_source)
     original = opening.open(source, carry=True, base=base)
     compressed = _opened(written, opening)
     behaviour = None
@@ -168,15 +171,12 @@ def _reply_sentences(reply: lora.measure.ServerMeasurement, url: str) -> Iterato
 
 
 def _check_base(
-    base: str | None, questions: Questions, settings: EvaluatorSettings, source: Path
+    base: str | None, questions: Questions, settings: EvaluatorSettings, *, is_for_source: bool
 ) -> None:
     """Raise `LsrError` unless base and questions were both named, or neither; find the base.
 
-    A base alone has a use where ΔW of the source is known only beside it.
+    ``is_for_source`` says that a base alone has a use: ΔW of the source is known only beside it.
     """
-    is_for_source = False
-    if base is not None and not questions.sources:
-        is_for_source = lora.base.takes_base(source)
     if (base is None) != (questions.sources == 0) and not is_for_source:
         raise LsrError(
             "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"
