@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError, UnsupportedLayerError
-from lsrdecomp.lora.base.base_model import has_delta, open_base
+from lsrdecomp.lora.base.base_files import reachable_base
+from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta, open_base
 from lsrdecomp.lora.files.adapter_config import Config, check_carried
 from lsrdecomp.lora.files.format import PREFIX, make_checkpoint, open_bundle
 from lsrdecomp.lora.files.read_limits import MAX_NUMBERS
-from lsrdecomp.lora.files.readers.peft_methods import layer_shapes
+from lsrdecomp.lora.files.readers.peft_methods import SIZE_METHODS, layer_shapes
 from lsrdecomp.lora.files.records import NOT_READ, LoraLayer
 from lsrdecomp.lora.files.tensors import TensorWriter, first_line, read_header
 from lsrdecomp.lora.peft.geometry import ConvGeometry, EmbeddingGeometry, geometry_of
@@ -70,8 +73,8 @@ def merged_checkpoint(
     ----------
     adapter : path
     base : str or path, optional
-        The base model, by name or directory; absent, layers of zeros of the sizes that the file
-        tells.
+        The base model, by name or directory. Its weights are read only for a method whose ΔW takes
+        them; else layers of zeros have the sizes that the file or the base's config tells.
     name : str, optional
         Sub-directory of the adapter.
     max_memory : int, optional
@@ -93,14 +96,17 @@ def merged_checkpoint(
     config = Config(bundle.config or {}, bundle.config_path)
     check_carried(config)
     directory = bundle.weights.parent
-    if base is not None:
-        model = cast("PeftModel", open_base(base, directory).with_adapter(directory).model)
-    else:
-        shapes = layer_shapes(config.text("peft_type"), bundle.tensors)
-        if shapes is None:
-            return None
+    peft_type = config.text("peft_type")
+    shapes = layer_shapes(peft_type, bundle.tensors)
+    if shapes is None and base is None:
+        return None
+    if shapes is None and peft_type in SIZE_METHODS and config.raw.get("init_weights") != "bat":
+        shapes = _shapes_in_base(base, directory)
+    if shapes is not None:
         _check_memory(shapes, max_memory, bundle)
         model = _on_zeros(directory, shapes)
+    else:
+        model = cast("PeftModel", open_base(base, directory).with_adapter(directory).model)
     folder = TemporaryDirectory(prefix="lsrdecomp-")
     layers = []
     beside = _beside_method(bundle, model)
@@ -124,7 +130,6 @@ def merged_checkpoint(
         raw["bias"] = "lora_only"
     if not isinstance(raw.get("target_modules"), list):
         raw["target_modules"] = sorted(layer.name for layer in layers)
-    peft_type = config.text("peft_type")
     method = "dora" if config.raw.get("use_dora") else peft_type.lower()
     note = f"{peft_type} on {base}" if base is not None else f"{peft_type}, formed by PEFT"
     return make_checkpoint(
@@ -208,6 +213,30 @@ def _in_double_precision(module: nn.Module) -> Iterator[None]:
             owner._buffers[key] = buffer
 
 
+def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, int]] | None:
+    """Return the sizes (m, n) of the layers that an adapter adapts, by name with PEFT's prefix.
+
+    Of the base only the config is read. None if a layer is none of `nn.Linear`.
+    """
+    found = reachable_base(base)
+    loader, _ = LOADERS[adapter_task(directory)]
+    try:
+        with torch.device("meta"):
+            model = loader.from_config(AutoConfig.from_pretrained(found))
+        config = PeftConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    if not getattr(config, "target_modules", None):
+        return None
+    shapes = {}
+    for name, module in model.named_modules():
+        if check_target_module_exists(config, name):
+            if not isinstance(module, nn.Linear):
+                return None
+            shapes[PREFIX + name] = module.out_features, module.in_features
+    return shapes or None
+
+
 def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftModel:
     """Return an adapter on Linear layers of zeros: merged, their weights are ΔW."""
     model = nn.Module()
@@ -222,8 +251,9 @@ def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftMod
         layer.weight = nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
         parent.add_module(last, layer)
     config = PeftConfig.from_pretrained(str(directory))
-    config.task_type = None
-    config.modules_to_save = None  # type: ignore[attr-defined]
+    for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
+        if hasattr(config, field):
+            setattr(config, field, None)
     config.target_modules = [key.removeprefix(PREFIX) for key in shapes]  # type: ignore[attr-defined]
     return PeftModel.from_pretrained(model, str(directory), config=config)  # type: ignore[arg-type]
 

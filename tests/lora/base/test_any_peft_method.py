@@ -26,7 +26,10 @@ from lsrdecomp.lora.base import open_adapter, takes_base  # noqa: E402
 from lsrdecomp.lora.base.merged_layers import layer_updates, low_rank_pair  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint  # noqa: E402
-from lsrdecomp.lora.files.readers.peft_methods import METHODS_WITHOUT_UPDATE  # noqa: E402
+from lsrdecomp.lora.files.readers.peft_methods import (  # noqa: E402
+    METHODS_WITHOUT_UPDATE,
+    SIZE_METHODS,
+)
 from lsrdecomp.lora.search import MeasuredSettings  # noqa: E402
 from lsrdecomp.lora.search.layers import layer_pair  # noqa: E402
 
@@ -152,6 +155,21 @@ def test_methods_that_need_a_base_say_how_to_give_it(adapter_of, peft_type):
     assert takes_base(adapter)
     with pytest.raises(NeedsBaseError, match=rf"'{peft_type}': .* give that by --base BASE"):
         open_adapter(adapter)
+
+
+@pytest.mark.parametrize("peft_type", sorted(SIZE_METHODS))
+def test_of_methods_that_lack_only_sizes_the_base_is_its_config(tmp_path, base, peft_type):
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    settings = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    if peft_type in ("PVERA", "VERA"):
+        settings["save_projection"] = False  # it is drawn again from the seed
+    has_layers = hasattr(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type](), "layers_to_transform")
+    if has_layers:
+        settings["layers_to_transform"] = [1]
+    adapter = write_adapter(make_base(), tmp_path / "adapter", peft_type, **settings)
+    checkpoint = open_adapter(adapter, tmp_path)
+    assert_equals_peft(checkpoint, merged_by_peft(make_base(), adapter))
+    assert len(checkpoint.layers) == (2 if has_layers else 4)
 
 
 @pytest.mark.parametrize("peft_type", sorted(METHODS_WITHOUT_UPDATE))

@@ -53,6 +53,11 @@ SHAPE_TENSORS = {
 """Methods whose file holds all of ΔW and tells the sizes of its layers, with the tensors that do;
 PEFT forms them on layers of zeros."""
 
+SIZE_METHODS = frozenset(
+    ("FOURIERFT", "MISS", "PVERA", "RANDLORA", "SHIRA", "UNILORA", "VERA", "WAVEFT")
+)
+"""Methods whose file, with the seeds in its config, lacks only the sizes of the layers."""
+
 
 def refuse_method(config: Config) -> None:
     """Refuse a type that is not read from its file alone, with the way out.
