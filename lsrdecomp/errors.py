@@ -21,6 +21,7 @@ __all__ = [
     "LsrError",
     "MatrixError",
     "MergeError",
+    "NeedsBaseError",
     "PrecisionError",
     "ShapeError",
     "UnsupportedError",
@@ -97,6 +98,13 @@ class StorageRangeError(CheckpointError, PrecisionError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds what this library cannot express and will not drop silently."""
+
+
+class NeedsBaseError(UnsupportedError):
+    """An adapter whose update is known only beside the weights of its base; the message says how.
+
+    `lsrdecomp.lora.base.open_adapter` reads it with one.
+    """
 
 
 class CalibrationError(LsrError, RuntimeError):

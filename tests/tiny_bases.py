@@ -36,10 +36,9 @@ def make_model(kind, labels=3, layers=2):
     return transformers.GPT2LMHeadModel(config), ["c_attn"]
 
 
-def write_directories(folder, kind, labels=3, layers=2):
-    """Write a base with its tokenizer, a LoRA on it, the LSR made of that, and its export."""
-    model, targets = make_model(kind, labels, layers)
-    model.save_pretrained(folder / "base")
+def save_base(model, folder):
+    """Write a model of up to 32 tokens and a tokenizer for it."""
+    model.save_pretrained(folder)
     words = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
     )
@@ -47,7 +46,13 @@ def write_directories(folder, kind, labels=3, layers=2):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]"
     )
-    tokenizer.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder)
+
+
+def write_directories(folder, kind, labels=3, layers=2):
+    """Write a base with its tokenizer, a LoRA on it, the LSR made of that, and its export."""
+    model, targets = make_model(kind, labels, layers)
+    save_base(model, folder / "base")
     config = LoraConfig(
         r=4, lora_alpha=2, target_modules=targets, init_lora_weights=False, task_type=kind
     )

@@ -58,6 +58,11 @@ DEMO_OUTPUT = Path("demo-output")
 def inspect(
     adapter: Adapter,
     *,
+    base: Annotated[
+        str | None,
+        Input,
+        typer.Option(help="Base model, for a method of PEFT whose ΔW is not in its file."),
+    ] = None,
     opening: Opening,
     display: Display,
     json: JsonFile = None,
@@ -68,7 +73,7 @@ def inspect(
     The last column is the rank that a truncated SVD needs for a relative error of 1 %.
     """
     del force  # `outputs.checked` reads it
-    checkpoint = opening.open(adapter, carry=True)
+    checkpoint = opening.open(adapter, carry=True, base=base)
     with follow(quiet=display.quiet) as step, one_blas_thread:
         ranks = []
         read = Counter(step, "reading", len(checkpoint.layers), "layers")
@@ -184,7 +189,7 @@ def export(
         Input,
         typer.Option(
             help="Base model; needed with gguf (GGUF file, directory, config.json or "
-            "smollm2); with "
+            "smollm2), and of methods of PEFT whose ΔW is not in their file; with "
             "lora it adds missing layers as zeros."
         ),
     ] = None,
@@ -215,10 +220,11 @@ def export(
     if like is not None:
         model = lora.files.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
-    checkpoint = lora.files.open_checkpoint(
-        adapter, alpha=alpha, max_memory=max_memory, carry=to == "same" and model is None
-    )
-    base_path = None if base is None else _base_path(base)
+    opening = Opening(alpha=alpha, max_memory=max_memory)
+    checkpoint = opening.open(adapter, carry=to == "same" and model is None, base=base)
+    base_path = None
+    if base is not None and (to == "gguf" or not lora.base.takes_base(adapter)):
+        base_path = _base_path(base)
     lora.compress.export_lora(
         checkpoint,
         out,

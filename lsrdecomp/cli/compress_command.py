@@ -170,6 +170,9 @@ def compress(
         to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
+    merged_base = None  # of a method of PEFT whose ΔW is known only beside it
+    if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
+        merged_base = given.pop("base")
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
     if outputs.to is not None and not resize.names_file(outputs.out):
         interface = TO_SAME
@@ -184,7 +187,7 @@ def compress(
         settings["workers"] = given["workers"]
     # 2. A LoRA that is to come back in its own format: truncated SVD, and that is all.
     if to_source_format:
-        resize.resize(files or [adapter], requests, opening, outputs, display)
+        resize.resize(files or [adapter], requests, opening, outputs, display, merged_base)
         _write_config(settings, write_config, outputs.json)
         return
     # 3. Otherwise a directory of LSR for each request.
@@ -206,7 +209,7 @@ def _to_directories(
 ) -> list[Compression]:
     """Compress to a directory for each request, and show and write what came of it."""
     # 1. Open the adapter, and see that the directories can be written.
-    checkpoint = opening.open(adapter)
+    checkpoint = opening.open(adapter, base=requests[0].base)
     requests = [request.for_adapter(checkpoint.storage) for request in requests]
     calibrated = requests[0].statistics
     plans = [request.plan for request in requests if request.plan is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import lora
+from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
 from lsrdecomp.lora.files.writers.table import CUT_FORMATS
@@ -41,15 +43,22 @@ class Opening:
     alpha: Alpha = None
     max_memory: MaxMemory = None
 
-    def open(self, adapter: Path, *, carry: bool = False) -> Checkpoint:
-        """Return the adapter, opened; with ``carry`` also one with tensors that are no pairs."""
-        return lora.files.open_checkpoint(
-            adapter,
-            name=self.name,
-            alpha=self.alpha,
-            max_memory=self.max_memory,
-            carry=carry,
-        )
+    def open(
+        self, adapter: Path, *, carry: bool = False, base: str | Path | None = None
+    ) -> Checkpoint:
+        """Return the adapter, opened; with ``carry`` also one with tensors that are no pairs.
+
+        ``base`` is for a method of PEFT whose ΔW is known only beside it.
+        """
+        with nullcontext() if base is None else tables.quiet():
+            return lora.base.open_adapter(
+                adapter,
+                base,
+                name=self.name,
+                alpha=self.alpha,
+                max_memory=self.max_memory,
+                carry=carry,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

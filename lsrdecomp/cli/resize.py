@@ -69,6 +69,7 @@ def resize(
     opening: Opening,
     outputs: Outputs,
     display: Display,
+    base: str | Path | None = None,
 ) -> None:
     """Cut one LoRA file or directory, or several files, each under its own name in a directory.
 
@@ -80,7 +81,7 @@ def resize(
     figures: list[dict[str, object]] = []
     if len(files) == 1:
         figures += _resize_adapter(
-            opening.open(files[0], carry=True), requests, out, outputs, display
+            opening.open(files[0], carry=True, base=base), requests, out, outputs, display
         )
     else:
         _say_left_out(files[0].parent)
@@ -253,6 +254,8 @@ def _carried_sentences(cut: Truncation) -> Iterator[str]:
     source = cut.source
     if source.format == "peft-adalora":
         yield "It is a plain LoRA now (peft_type LORA): AdaLoRA's singular values are in B and A."
+    elif source.format.startswith("peft-") and source.format != "peft-lora":
+        yield "It is a plain LoRA now (peft_type LORA)."
     pairs = cut.carried_layers
     if pairs:
         yield f"{len(pairs)} layers are copied as they are, the first {pairs[0]}."

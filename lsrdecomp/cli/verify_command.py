@@ -63,7 +63,10 @@ def verify(
     base: Annotated[
         str | None,
         Input,
-        typer.Option(help="Also compare outputs on this base model."),
+        typer.Option(
+            help="Also compare outputs on this base model; alone, for a source of a method of "
+            "PEFT whose ΔW is not in its file."
+        ),
     ] = None,
     questions: Questions,
     batch: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
@@ -103,13 +106,16 @@ def verify(
         return
     if written is None:
         raise LsrError("name what was written from it too, or a server that has it by --server URL")
-    _check_base(base, questions, settings)
-    original = opening.open(source, carry=True)
+    is_for_source = False
+    if base is not None and not questions.sources:
+        is_for_source = lora.base.takes_base(source, name=opening.name)
+    _check_base(base, questions, settings, is_for_source=is_for_source)
+    original = opening.open(source, carry=True, base=base)
     compressed = _opened(written, opening)
     behaviour = None
     with follow(quiet=display.quiet) as step:
         result = lora.measure.verify(original, compressed, on_step=step)
-        if base is not None:
+        if base is not None and questions.sources:
             pair = _model_pair(base, source, written, device, settings.dtype)
             behaviour = _behaviour(pair, questions, settings, batch, step)
     _show(result, behaviour, display, json)
@@ -164,14 +170,20 @@ def _reply_sentences(reply: lora.measure.ServerMeasurement, url: str) -> Iterato
         )
 
 
-def _check_base(base: str | None, questions: Questions, settings: EvaluatorSettings) -> None:
-    """Raise `LsrError` unless base and questions were both named, or neither; find the base."""
-    if (base is None) != (questions.sources == 0):
+def _check_base(
+    base: str | None, questions: Questions, settings: EvaluatorSettings, *, is_for_source: bool
+) -> None:
+    """Raise `LsrError` unless base and questions were both named, or neither; find the base.
+
+    ``is_for_source`` says that a base alone has a use: ΔW of the source is known only beside it.
+    """
+    if (base is None) != (questions.sources == 0) and not is_for_source:
         raise LsrError(
             "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"
         )
     if base is not None:
-        questions.check(settings)
+        if not is_for_source:
+            questions.check(settings)
         from lsrdecomp.lora.base.base_files import check_reachable  # with NumPy
 
         check_reachable(base)

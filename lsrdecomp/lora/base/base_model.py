@@ -167,7 +167,7 @@ def open_base(
     Parameters and errors are those of `load_base`.
     """
     # 1. The task type in the adapter's config says which class of transformers opens the base.
-    task_type = _task_type(Path(adapter))
+    task_type = adapter_task(Path(adapter))
     loader, head = LOADERS[task_type]
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
@@ -183,7 +183,7 @@ def open_base(
     return Base(str(base), model.to(device), tokenizer, head)
 
 
-def _task_type(adapter: Path) -> str:
+def adapter_task(adapter: Path) -> str:
     """Return the task type in an adapter's config.
 
     Raises

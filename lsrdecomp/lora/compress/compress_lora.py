@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fields import refuses_unknown
+from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable, resolved_base
 from lsrdecomp.lora.base.text_profile import TextProfile
 from lsrdecomp.lora.base.texts import data_name, read_data
 from lsrdecomp.lora.compress.rewrite import publish
-from lsrdecomp.lora.files import Checkpoint, Journal, open_checkpoint
+from lsrdecomp.lora.files import Checkpoint, Journal
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.progress import OnStep, PlannedSteps
 from lsrdecomp.lora.files.statistics import Statistics, read_statistics
@@ -99,7 +100,8 @@ def compress(
     Parameters
     ----------
     checkpoint : str, path, Checkpoint, state dict or PeftModel
-        The LoRA: what `open_checkpoint` reads or returned.
+        The LoRA: what `open_checkpoint` reads or returned; with ``base``, an adapter of any method
+        of PEFT that merges (`lsrdecomp.lora.base.open_adapter`).
     plan : CompressionPlan, optional
         The goal as a value that can be used again, with storage, structure and shapes.
     ratio, bytes, parameters, rtol, energy, kl, separation_rank : number, optional
@@ -197,7 +199,7 @@ def compress(
     }
     request = Request.parse(given, plan=plan, settings=settings)
     if not isinstance(checkpoint, Checkpoint):
-        checkpoint = open_checkpoint(checkpoint)
+        checkpoint = open_adapter(checkpoint, request.base)
     return compress_request(checkpoint, request, on_step)
 
 

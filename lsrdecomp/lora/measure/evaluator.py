@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.helpers import rescale_adapter_scale
+from peft.tuners.lora import LoraLayer
 
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
@@ -294,7 +295,8 @@ class Evaluator:
         written : path, optional
             A written variant to be active; absent, the LoRA.
         lora_scale : float
-            Factor of the LoRA's ΔW, if the LoRA is active.
+            Factor of the LoRA's ΔW, if the LoRA is active; other methods of PEFT have no such
+            factor, and act in full.
         """
         # 1. Read what an earlier run finished.
         predicts_tokens = self.source.head in TOKEN_HEADS
@@ -310,7 +312,8 @@ class Evaluator:
         if written is None:
             stage = "calibrating"
             base = self.source
-            scaled = rescale_adapter_scale(base.model, lora_scale)
+            if any(isinstance(module, LoraLayer) for module in base.model.modules()):
+                scaled = rescale_adapter_scale(base.model, lora_scale)
         else:
             stage = "calibrating with the compressed adapter"
             # A variant may lack layers of the LoRA; they are measured too.

@@ -40,6 +40,7 @@ from lsrdecomp.lora.files.readers.lycoris import (
     hadamard_layer,
     kronecker_layer,
 )
+from lsrdecomp.lora.files.readers.peft_methods import needs_base, refuse_method
 from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, Layer, LoraLayer, low_rank_layer
 from lsrdecomp.lora.files.stacked_experts import Stacks, expert_layers
 from lsrdecomp.lora.files.tensors import Array, StoredTensor, derived_tensor
@@ -222,6 +223,9 @@ class Layout:
             )
         refuse_alpha(bundle, alpha)
         _refuse_expert_tensors(bundle)
+        for name, reason in MERGED_FIELDS.items():
+            if config.raw.get(name) and config.raw.get("peft_type") == "LORA":
+                raise needs_base(f"{name} is set: {reason}", config)
         notes = check_supported(config)
         check_carried(config)
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
@@ -545,15 +549,18 @@ def _mlx_scale(bundle: Bundle) -> float | None:
 
 ALPHA_FIELDS = {"LORA": "lora_alpha", "ADALORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
 """What the types of PEFT that are read here call alpha."""
-REFUSED_FIELDS = {
+MERGED_FIELDS = {
     "use_dora": DORA_NEEDS_BASE,
-    "use_qalora": "QA-LoRA pools its inputs in groups",
     "use_bdlora": "BD-LoRA has block-diagonal halves",
+    "lora_bias": "the low-rank pair has a bias of its own",
+}
+"""What else changes the update, so that it would not be scale·B·A; PEFT merges it into a base."""
+REFUSED_FIELDS = {
+    "use_qalora": "QA-LoRA pools its inputs in groups",
     "alora_invocation_tokens": "activated LoRA acts on some tokens only",
     "arrow_config": "Arrow routes tokens between adapters",
     "kasa_config": "KaSA truncates the base weights",
     "monteclora_config": "MonteCLoRA samples its weights",
-    "lora_bias": "the low-rank pair has a bias of its own",
     "layer_replication": "it copies layers of the base model",
     "megatron_config": "its layers are sharded by Megatron",
     "ensure_weight_tying": "it ties adapters of different modules",
@@ -562,6 +569,7 @@ REFUSED_FIELDS = {
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Initializations that take their start out of the base weights."""
 LORA_FIELDS = {
+    *MERGED_FIELDS,
     *REFUSED_FIELDS,
     "alpha_pattern",
     "auto_mapping",
@@ -636,12 +644,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
     """
     peft_type = config.text("peft_type")
     if peft_type not in ALPHA_FIELDS:
-        raise UnsupportedError(
-            f"peft_type {peft_type[:40]!r} is not read; LORA, ADALORA, LOHA, LOKR and LSR are "
-            "(merge it, or convert it to LoRA with PEFT first)",
-            path=config.path,
-        )
-    refuse_fields(config, REFUSED_FIELDS)
+        refuse_method(config)
+    refuse_fields(config, {**MERGED_FIELDS, **REFUSED_FIELDS})
     initialization = str(config.raw.get("init_lora_weights")).lower()
     if initialization.startswith(BASE_CHANGING):
         raise UnsupportedError(

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 GGUF_STORAGES = {"float16": "f16", "float32": "f32", "bfloat16": "f32"}
 """Types of GGUF files that hold the numbers of ours."""
 MLX_FORMATS = ("mlx", "mlx-vlm")
-PEFT_FORMATS = ("peft-lora", "peft-adalora")
-"""Directories that become PEFT's LoRA."""
+PEFT = "peft-"
+"""How the formats of directories begin that become PEFT's LoRA, where their layers are pairs."""
 MODEL_HASH = "sshs_model_hash"
 """The digest of the tensors' bytes that sd-scripts writes into a header."""
 LEGACY_HASH = "sshs_legacy_hash"
@@ -71,7 +71,7 @@ def file_or_directory(like: Checkpoint) -> str:
     if not any(map(is_pair, like.layers)):
         _refuse_no_pair(like, like.layers[0])
     is_mlx_directory = like.format in MLX_FORMATS and (like.weights.parent / CONFIG).is_file()
-    return "directory" if is_mlx_directory or like.format in PEFT_FORMATS else "file"
+    return "directory" if is_mlx_directory or like.format.startswith(PEFT) else "file"
 
 
 def is_pair(layer: Layer) -> bool:
@@ -83,8 +83,9 @@ def _refuse_no_pair(like: Checkpoint, layer: Layer) -> None:
     """Raise `UnsupportedError` for a layer that has no pair in its file to be written as."""
     reason = LOKR_STAYS
     if isinstance(layer, LoraLayer):
+        method = "LoHa" if like.format in ("lycoris", "peft-loha") else like.format
         reason = (
-            "is LoHa, read as the LoRA of the same ΔW, and is not written in its own "
+            f"is {method}, read as the LoRA of the same ΔW, and is not written in its own "
             "format: make LSR of it (a directory as --out), or write it as plain LoRA (export "
             "--to lora)"
         )
@@ -159,7 +160,7 @@ def write_same(
             storage=gguf_storage or "f16",
             force=force,
         )
-    if like.format in PEFT_FORMATS:
+    if like.format.startswith(PEFT):
         return write_lora(
             out,
             source=like,
@@ -294,7 +295,7 @@ def pair_as_read(
     if to == "same":
         if like.format == "gguf":
             return up, down  # in blocks: measured when it is written
-        if like.format in PEFT_FORMATS:
+        if like.format.startswith(PEFT):
             storage = storage or like.storage
         scale = _stored_scale(like, layer, rank)
     halves = (up if scale == 1.0 else up / scale, down)
