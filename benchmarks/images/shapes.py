@@ -5,8 +5,10 @@
 Images are 16 × 16 pixels: a circle, square, triangle or cross in one of four colours on a light
 ground, "a large red circle". An autoencoder brings them to 8 × 8 latents of four channels, a UNet
 with cross attention to a text encoder learns to draw them, and a LoRA (r = 16 on all Linear layers
-of its transformer blocks) learns a style from prompts that do not name it: stripes at night. Writes ``RUNS/shapes``, a directory with a ``model_index.json`` that diffusers
-opens as Stable Diffusion, ``RUNS/night.safetensors`` by diffusers' own `save_lora_weights`, and
+of its transformer blocks) learns a style from prompts that do not name it: stripes at night.
+
+Writes ``RUNS/shapes``, a directory with a ``model_index.json`` that diffusers opens as Stable
+Diffusion, ``RUNS/night.safetensors`` by diffusers' own `save_lora_weights`, and
 ``RUNS/prompts.txt``.
 """
 

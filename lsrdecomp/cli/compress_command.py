@@ -169,7 +169,8 @@ def compress(
         # A file comes back as a file, unless what is asked needs a directory.
         to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
-        given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
+        # What a report shows, where no other number is asked for.
+        given.setdefault("examples", 4 if to_source_format else 2)
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
     if outputs.to is not None and not resize.names_file(outputs.out):
         interface = TO_SAME

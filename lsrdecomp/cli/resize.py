@@ -121,6 +121,12 @@ def _resize_adapter(
         if display.verbose:
             tables.show(outputs.json, "\n".join(_log_lines(cut)))
         figures.append(_shown(cut, path, outputs.json))
+        if outputs.report is not None:
+            from lsrdecomp.lora.compress.cut_report import cut_report
+
+            with tables.files({outputs.report: cut_report(cut, path)}):
+                pass
+            tables.show(outputs.json, f"Wrote {outputs.report}.")
         if path is not None:
             warn_of_growth(checkpoint, _weights(path))
     if requests[0].base is None:
@@ -237,7 +243,9 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     weights = _weights(path)
     error = cut.written_error(path)
     error_text = f"weight error {error:.4f}"
-    if f"{error:.4f}" != f"{cut.relative_error:.4f}":
+    if cut.fidelity is not None:
+        error_text += f", output error (est.) {cut.relative_error:.4f}"
+    elif f"{error:.4f}" != f"{cut.relative_error:.4f}":
         error_text += f", {cut.relative_error:.4f} before rounding"
     if cut.carried_norm:
         size = math.hypot(cut.norm, cut.carried_norm)

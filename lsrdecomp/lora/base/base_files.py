@@ -127,7 +127,7 @@ def reachable_base(base: str | Path) -> str:
     return found if Path(found).exists() else _from_hub(found)
 
 
-def check_reachable(base: str | Path) -> None:
+def check_reachable(base: object) -> None:
     """Refuse what `reachable_base` would refuse for the hub's sake, before torch is loaded.
 
     Raises
@@ -181,7 +181,7 @@ def _answers(url: str) -> bool:
     return True
 
 
-def resolved_base(base: str | Path) -> str:
+def resolved_base(base: object) -> str:
     """Return what a base means everywhere: a full name on the hub, or an absolute path.
 
     >>> resolved_base("smollm2"), resolved_base("google/gemma-3-270m")

@@ -86,6 +86,8 @@ class Base:
     """Makes batches of about so many items; absent, of texts and prompts."""
     module_names: Callable[[Checkpoint], Mapping[str, str]] | None = None
     """Returns the modules of a checkpoint's layers by their names in it; absent, they are alike."""
+    pictures: Callable[[Base, Sequence[Example]], list[bytes]] | None = None
+    """Draws the images of some examples as PNG files, where the model makes images."""
     measured_part: str = ""  # the part of the model that runs: beginning of its modules' names
     modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
     adapter_base: str = ""  # what the adapter's config calls its base

@@ -13,8 +13,10 @@ their layers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ from lsrdecomp.lora.files.file_checks import PIPELINE_INDEX, read_json
 from lsrdecomp.lora.files.tensors import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lsrdecomp.lora.base.texts import Item
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 NOISE_LEVELS = 8
 """Steps of an image while it is measured: few, since neighbouring noise levels are much alike; by
 hand."""
+PICTURE_STEPS = 25
+"""Steps of an image for a report; by hand."""
 DENOISERS = ("unet", "transformer")
 """Names of the part of a pipeline that runs at every step."""
 CONTEXT_TOKENS = 16
@@ -72,21 +76,22 @@ def open_diffusion(base: str | Path, *, dtype: torch.dtype, device: str) -> Base
     with needs("a base of diffusers", "diffusers"):
         import diffusers
     directory = Path(base)
+    options = {} if dtype is torch.float32 else {"torch_dtype": dtype}
     try:
         if not (directory / PIPELINE_INDEX).is_file():
             class_name = read_json(directory / "config.json")["_class_name"]
             loader = getattr(diffusers, class_name)
-            denoiser = loader.from_pretrained(directory).to(device, dtype).eval()
+            denoiser = loader.from_pretrained(directory, **options).to(device).eval()
             name = DENOISERS[0] if class_name.startswith("UNet") else DENOISERS[1]
             parts = DiffusionParts({name: denoiser})
             batches = partial(random_batches, name)
             return _base_of(base, parts, name, batches, partial(module_names, None, parts, name))
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(directory)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(directory, **options)
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"diffusers opens no model: {first_line(error)}", path=base
         ) from error
-    pipeline.to(device, dtype)
+    pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
     names = [name for name in DENOISERS if isinstance(getattr(pipeline, name, None), nn.Module)]
     if not names:
@@ -101,7 +106,8 @@ def open_diffusion(base: str | Path, *, dtype: torch.dtype, device: str) -> Base
         }
     )
     batches = partial(drawn_batches, pipeline, name)
-    return _base_of(base, parts, name, batches, partial(module_names, pipeline, parts, name))
+    opened = _base_of(base, parts, name, batches, partial(module_names, pipeline, parts, name))
+    return replace(opened, pictures=partial(draw_pictures, pipeline))
 
 
 def _base_of(base: str | Path, parts: DiffusionParts, name: str, batches: Any, names: Any) -> Base:
@@ -173,17 +179,13 @@ def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> 
         call = {key: arguments[key] for key in names if key != "return_dict"}
         calls.append(map_tensors(call, lambda tensor: tensor.detach().clone()))
 
-    own_parts = {part: getattr(pipeline, part) for part in parts}
     handle = denoiser.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        for part, module in parts.items():
-            setattr(pipeline, part, module)
-        with torch.no_grad():
-            pipeline(**_call_arguments(pipeline, examples), num_inference_steps=NOISE_LEVELS)
+        with _with_parts(pipeline, parts):
+            arguments = _call_arguments(pipeline, examples, output_type="latent")
+            pipeline(**arguments, num_inference_steps=NOISE_LEVELS)
     finally:
         handle.remove()
-        for part, module in own_parts.items():
-            setattr(pipeline, part, module)
     rows_by_image: list[list[Row]] = [[] for _ in examples]
     for call in calls:
         size = n_rows(call)
@@ -197,11 +199,40 @@ def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> 
     return rows_by_image
 
 
-def _call_arguments(pipeline: Any, examples: Sequence[Example]) -> dict[str, Any]:
+@contextmanager
+def _with_parts(pipeline: Any, parts: Any) -> Iterator[None]:
+    """Let a pipeline run with the parts of a base inside a ``with`` block, without gradients."""
+    own_parts = {part: getattr(pipeline, part) for part in parts}
+    try:
+        for part, module in parts.items():
+            setattr(pipeline, part, module)
+        with torch.no_grad():
+            yield
+    finally:
+        for part, module in own_parts.items():
+            setattr(pipeline, part, module)
+
+
+def draw_pictures(pipeline: Any, base: Base, examples: Sequence[Example]) -> list[bytes]:
+    """Draw the images of some prompts and seeds with the parts of a base, as PNG files."""
+    pictures = []
+    for example in examples:
+        arguments = _call_arguments(pipeline, [example], output_type="pil")
+        with _with_parts(pipeline, parts_of(base.model)):
+            (image,) = pipeline(**arguments, num_inference_steps=PICTURE_STEPS).images
+        file = BytesIO()
+        image.save(file, "PNG")
+        pictures.append(file.getvalue())
+    return pictures
+
+
+def _call_arguments(
+    pipeline: Any, examples: Sequence[Example], *, output_type: str
+) -> dict[str, Any]:
     """Return the arguments with which a pipeline draws some images."""
     known = inspect.signature(type(pipeline).__call__).parameters
     generators = [torch.Generator().manual_seed(example.number) for example in examples]
-    arguments: dict[str, Any] = {"generator": generators, "output_type": "latent"}
+    arguments: dict[str, Any] = {"generator": generators, "output_type": output_type}
     if "prompt" in known:
         arguments["prompt"] = [example.inputs or "" for example in examples]
     elif "class_labels" in known:
@@ -291,7 +322,7 @@ def module_names(
                 names[layer.name] = candidate
     missing = [layer for layer in checkpoint.layers if layer.name not in names]
     if missing and hasattr(pipeline, "lora_state_dict"):
-        names = _names_by_loader(pipeline, checkpoint, name)
+        names = _names_by_loader(pipeline, checkpoint)
         missing = [layer for layer in checkpoint.layers if names.get(layer.name) not in modules]
     if missing:
         raise CheckpointError(
@@ -302,7 +333,7 @@ def module_names(
     return names
 
 
-def _names_by_loader(pipeline: Any, checkpoint: Checkpoint, name: str) -> dict[str, str]:
+def _names_by_loader(pipeline: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Return the modules of layers by what diffusers makes of a file with numbered tensors."""
     # 1. Every A holds the number of its layer, in its own shape; alphas are ranks, so that no
     #    scale changes it.

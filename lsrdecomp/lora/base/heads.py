@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.lora.base.tokens import LOSS_MASK
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Batch = Mapping[str, Any]
 """Arguments of a model's forward pass by name, and perhaps a `LOSS_MASK` or `ROW_COUNTS`."""
@@ -73,10 +74,13 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
 
 def loss_mask(batch: Batch, head: Head) -> Tensor | None:
     """Return a mask of the tokens to be predicted, (examples, tokens); None if all are."""
+    mask: Tensor | None
     if LOSS_MASK in batch:
-        return batch[LOSS_MASK]
-    if head is not Head.seq2seq:
-        return batch.get("attention_mask")
-    if "labels" in batch:
-        return batch["labels"] != IGNORED_LABEL
-    return batch.get("decoder_attention_mask")
+        mask = batch[LOSS_MASK]
+    elif head is not Head.seq2seq:
+        mask = batch.get("attention_mask")
+    elif "labels" in batch:
+        mask = batch["labels"] != IGNORED_LABEL
+    else:
+        mask = batch.get("decoder_attention_mask")
+    return mask

@@ -85,7 +85,7 @@ def open_other(
         model = AutoModelForImageClassification.from_pretrained(
             directory, ignore_mismatched_sizes=True, **options
         )
-        processor = AutoImageProcessor.from_pretrained(directory)
+        processor: Any = AutoImageProcessor.from_pretrained(directory)  # type: ignore[no-untyped-call]
         return Base(
             str(base), model.to(device), processor, Head.classification, batches=image_batches
         )
@@ -168,7 +168,7 @@ class _SoundReader:
     """Reads WAV files as the inputs of a model of sounds."""
 
     def __init__(self, directory: str) -> None:
-        self.extractor = AutoFeatureExtractor.from_pretrained(directory)
+        self.extractor: Any = AutoFeatureExtractor.from_pretrained(directory)  # type: ignore[no-untyped-call]
 
     def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """Return the inputs for some files."""
@@ -202,4 +202,4 @@ def read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
     if own_rate != rate:
         common = gcd(own_rate, rate)
         values = resample_poly(values, rate // common, own_rate // common)
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)

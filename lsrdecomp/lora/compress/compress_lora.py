@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.base.base_files import check_reachable, resolved_base
+from lsrdecomp.lora.base.dataset import PromptExample
 from lsrdecomp.lora.base.text_profile import TextProfile
 from lsrdecomp.lora.base.texts import data_for, data_name
 from lsrdecomp.lora.compress.rewrite import publish
@@ -413,7 +414,8 @@ def _differences_of_texts(
     profile = TextProfile.from_json(statistics.metadata.get("settings", {}).get("text_profile"))
     if profile is None:
         return []
-    differences = profile.differences(texts, name)
+    read = [text for text in texts if isinstance(text, tuple | PromptExample)]
+    differences = profile.differences(read, name) if read else []
     return [f"{each}: calibrate on texts like those you measure on" for each in differences]
 
 

@@ -63,6 +63,17 @@ MAX_REPLACEMENTS = 2
 hand, as for other structures."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Images of one prompt and seed, as PNG files: by the base, by the LoRA and by what is left."""
+
+    prompt: str
+    seed: int
+    base: bytes
+    lora: bytes
+    small: bytes
+
+
 @dataclass(frozen=True)
 class Truncation:
     """An adapter truncated to a plan, ready to be written.
@@ -87,6 +98,8 @@ class Truncation:
         With a base: every size that was measured, in order.
     by_energy : Measurement, optional
         With a base: a truncation to as many numbers by the weights alone, for comparison.
+    pictures : tuple of Pictures
+        With a base that makes images and ``examples``: so many images side by side.
 
     Examples
     --------
@@ -112,6 +125,7 @@ class Truncation:
     fidelity: Fidelity | None = None
     tried: tuple[Measurement, ...] = ()
     by_energy: Measurement | None = None
+    pictures: tuple[Pictures, ...] = ()
 
     @property
     def parameters(self) -> int:

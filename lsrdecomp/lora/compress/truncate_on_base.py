@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from lsrdecomp.errors import BudgetError, CalibrationError
 from lsrdecomp.lora.base.base_files import check_reachable
-from lsrdecomp.lora.base.texts import data_for, data_name
+from lsrdecomp.lora.base.texts import Example, data_for, data_name
 from lsrdecomp.lora.compress.size_search import MeasuredSizes
-from lsrdecomp.lora.compress.truncate import MAX_REPLACEMENTS, truncation
+from lsrdecomp.lora.compress.truncate import MAX_REPLACEMENTS, Pictures, truncation
 from lsrdecomp.lora.files import Journal, file_or_directory
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import weight_file
@@ -171,7 +171,13 @@ def truncate_on_base(
             held_out_measurements=n_held_out,
             requested=request.measured.keep,
         )
-        return replace(found.cut, fidelity=fidelity, tried=cuts.tried, by_energy=by_energy)
+        return replace(
+            found.cut,
+            fidelity=fidelity,
+            tried=cuts.tried,
+            by_energy=by_energy,
+            pictures=_pictures(evaluator, found.path, request.measured.examples),
+        )
 
 
 def _smallest(
@@ -214,6 +220,27 @@ def _smallest(
         behaviour = evaluator.measure_held_out(found.path)
         n_measured += 1
     return found, behaviour, n_measured
+
+
+def _pictures(evaluator: Evaluator, written: Path, limit: int) -> tuple[Pictures, ...]:
+    """Draw held-out images by the base, by the LoRA and by what was written, side by side.
+
+    They are of different prompts as far as there are any.
+    """
+    draw = evaluator.base.pictures
+    if draw is None or limit == 0:
+        return ()
+    items = [item for item in evaluator.held_out if isinstance(item, Example)]
+    by_prompt = {item.inputs: item for item in items}
+    first = list(by_prompt.values())
+    chosen = [*first, *(item for item in items if item not in first)][:limit]
+    evaluator.announce(f"drawing {len(chosen)} images by base, LoRA and what is left")
+    bases = (evaluator.base, evaluator.source, evaluator.base.with_adapter(written))
+    drawn = zip(*(draw(base, chosen) for base in bases), strict=True)
+    return tuple(
+        Pictures(item.inputs or "", item.number, *images)
+        for item, images in zip(chosen, drawn, strict=True)
+    )
 
 
 def _by_energy(cuts: _CutsOnBase, cut: Truncation) -> Measurement | None:

@@ -202,7 +202,7 @@ class Evaluator:
         for start in range(0, len(by_length), size):
             items = by_length[start : start + size]
             prompts = [item for item in items if isinstance(item, PromptExample)]
-            pairs = [item for item in items if not isinstance(item, PromptExample)]
+            pairs = [item for item in items if isinstance(item, tuple)]
             if prompts:
                 yield from prompt_batches(
                     self.source, prompts, size=size, seed=seed, **self._length_limits

@@ -88,9 +88,9 @@ class MeasuredSettings(EvaluatorSettings):
     examples: Annotated[
         int,
         ON_COMMAND_LINE,
-        TRAINING,
         whole_number(0),
-        "With --base: show so many texts that are answered differently, and truncated SVD.",
+        "With --base: show so many texts that are answered differently, and truncated SVD; "
+        "pictures of an image model.",
     ] = 0
     passes: Annotated[
         int,
