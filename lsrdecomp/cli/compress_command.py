@@ -169,7 +169,8 @@ def compress(
         # A file comes back as a file, unless what is asked needs a directory.
         to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
-        given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
+        # What a report shows, where no other number is asked for.
+        given.setdefault("examples", 4 if to_source_format else 2)
     merged_base = None  # of a method of PEFT whose ΔW is known only beside it
     if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
         merged_base = given.pop("base")

@@ -75,7 +75,7 @@ class Outputs:
     ] = None
     to: Annotated[
         str | None,
-        ReadOn(Route.SEARCHED, Route.TRUNCATED),
+        ReadOn(Route.SEARCHED, Route.TRUNCATED, Route.TRUNCATED_ON_BASE),
         typer.Option(
             "--to",
             help="A plain LoRA by truncated SVD: same, in its original format, or mlx, for mlx-lm "
@@ -102,7 +102,7 @@ class Outputs:
     report: Annotated[
         Path | None,
         NEW_FILE,
-        TO_DIRECTORY,
+        ReadOn(*TO_DIRECTORY.routes, Route.TRUNCATED_ON_BASE),
         typer.Option(help="Also write a report with pictures: one HTML file."),
     ] = None
     json: JsonFile = None

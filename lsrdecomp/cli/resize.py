@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
     from lsrdecomp.cli.requests import Display, Opening, Outputs
     from lsrdecomp.lora.compress import Truncation
     from lsrdecomp.lora.files import Checkpoint, StoredTensor
-    from lsrdecomp.lora.search import CompressionPlan
     from lsrdecomp.lora.search.request import Request
 
 METHOD = (
     "Used truncated SVD with one global threshold. Without a base model only the weights can be "
-    "matched, and low rank is close to optimal for that. "
-    "Only PEFT adapters of text models can be compressed by their measured effect."
+    "matched, and low rank is close to optimal for that. With --base it is cut where the outputs "
+    "change least."
 )
 
 
@@ -111,26 +111,34 @@ def _resize_adapter(
     display: Display,
 ) -> list[dict[str, object]]:
     """Write one file or directory for each request and return the figures of each."""
-    plans = [request.plan for request in requests if request.plan is not None]
+    from lsrdecomp.lora.compress.truncate import truncate_request  # with NumPy
+
     figures = []
-    for plan, path in zip(plans, _paths(checkpoint, plans, out, outputs), strict=True):
-        with follow(quiet=display.quiet) as step:
-            cut = lora.compress.truncate(checkpoint, plan, to=outputs.to or "same", on_step=step)
+    for request, path in zip(requests, _paths(checkpoint, requests, out, outputs), strict=True):
+        with tables.quiet(), follow(quiet=display.quiet) as step:
+            cut = truncate_request(checkpoint, request, to=outputs.to or "same", on_step=step)
             if path is not None:
                 cut.save(path, force=outputs.force, on_step=step)
         if display.verbose:
             tables.show(outputs.json, "\n".join(_log_lines(cut)))
         figures.append(_shown(cut, path, outputs.json))
+        if outputs.report is not None:
+            from lsrdecomp.lora.compress.cut_report import cut_report
+
+            with tables.files({outputs.report: cut_report(cut, path)}):
+                pass
+            tables.show(outputs.json, f"Wrote {outputs.report}.")
         if path is not None:
             warn_of_growth(checkpoint, _weights(path))
-    tables.show(outputs.json, METHOD)
+    if requests[0].base is None:
+        tables.show(outputs.json, METHOD)
     return figures
 
 
 def _paths(
-    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], out: Path | None, outputs: Outputs
+    checkpoint: Checkpoint, requests: Sequence[Request], out: Path | None, outputs: Outputs
 ) -> Sequence[Path | None]:
-    """Return where each plan is written, none for a dry run, after a check that it can be.
+    """Return where each request is written, none for a dry run, after a check that it can be.
 
     Those of several ratios share the name, with the ratio before its ending.
     """
@@ -145,11 +153,12 @@ def _paths(
             path=checkpoint.path,
         )
     if outputs.dry_run or out is None:
-        return [None] * len(plans)
+        return [None] * len(requests)
     paths = [out]
-    if len(plans) > 1:
+    if len(requests) > 1:
         stem, suffix = (out.name, "") if is_directory else (out.stem, out.suffix)
-        paths = [out.with_name(f"{stem}-{plan.ratio:g}{suffix}") for plan in plans]
+        ratios = [request.plan.ratio for request in requests if request.plan is not None]
+        paths = [out.with_name(f"{stem}-{ratio:g}{suffix}") for ratio in ratios]
     inputs = (checkpoint.path, checkpoint.weights)
     for path in paths:
         if is_directory:
@@ -206,6 +215,11 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
         "ranks": {layer.name: rank for layer, rank in ranks},
         "carried": list(cut.carried),
     }
+    if cut.fidelity is not None:
+        figures["promise"] = cut.fidelity.to_json()
+        figures["tried"] = [asdict(measurement) for measurement in cut.tried]
+    if cut.by_energy is not None:
+        figures["by_energy"] = asdict(cut.by_energy)
     if path is None:
         return figures | {"curve": _show_curve(cut, json)}
     return figures | {"file": str(path), "relative_error": _show_written(cut, path, json)}
@@ -230,7 +244,9 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
     weights = _weights(path)
     error = cut.written_error(path)
     error_text = f"weight error {error:.4f}"
-    if f"{error:.4f}" != f"{cut.relative_error:.4f}":
+    if cut.fidelity is not None:
+        error_text += f", output error (est.) {cut.relative_error:.4f}"
+    elif f"{error:.4f}" != f"{cut.relative_error:.4f}":
         error_text += f", {cut.relative_error:.4f} before rounding"
     if cut.carried_norm:
         size = math.hypot(cut.norm, cut.carried_norm)
@@ -243,10 +259,23 @@ def _show_written(cut: Truncation, path: Path, json: Path | None) -> float:
         f"{weights.stat().st_size:,} of {cut.source.weights.stat().st_size:,} bytes, ranks up to "
         f"{max(cut.ranks)}, {dropped} of {len(cut.ranks)} layers left out; {error_text}.",
         *_carried_sentences(cut),
+        *_measured_sentences(cut),
     )
     if not any(sigma.any() for sigma in cut.sigma):
         tables.show(json, "Every layer is zero, and is written as zeros of rank 1.")
     return error
+
+
+def _measured_sentences(cut: Truncation) -> Iterator[str]:
+    """Yield what was measured on a base, if anything was."""
+    if cut.fidelity is None:
+        return
+    yield f"It {cut.fidelity.sentence()}."
+    if cut.by_energy is not None and cut.by_energy.kept is not None:
+        yield (
+            f"Cut by the weights alone to as many numbers it keeps {100 * cut.by_energy.kept:.1f} "
+            f"%. Tried {len(cut.tried)} versions."
+        )
 
 
 def _carried_sentences(cut: Truncation) -> Iterator[str]:

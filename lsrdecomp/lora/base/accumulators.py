@@ -50,12 +50,12 @@ class LayerSums:
     """Σ W Wᵀ and Σ Wᵀ W over examples, for the gradient W of a layer's weight in each example.
 
     For an example of T tokens let x be the T × n matrix of the layer's inputs and g the T × m
-    matrix of gradients at its outputs, both with a row for each token. Then W = gᵀ x, which is
-    never formed:
+    matrix of gradients at its outputs, both with a row for each token. Then W = gᵀ x, and
 
         W Wᵀ = gᵀ (x xᵀ g),  Wᵀ W = xᵀ (g gᵀ x),
 
-    at a cost of O(T²(m + n) + T(m² + n²)). Both have the trace ‖W‖_F².
+    at a cost of O(T²(m + n) + T(m² + n²)) if W is not formed, which it is where an example has more
+    tokens than that pays for, as an image has. Both have the trace ‖W‖_F².
 
     Parameters
     ----------
@@ -90,8 +90,14 @@ class LayerSums:
         x = batch.inputs
         g = batch.gradients
         used = batch.used_tokens()
-        self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))
-        self.output.add(g.flatten(0, 1), (x @ x.mT @ g).flatten(0, 1))
+        m, n = g.shape[-1], x.shape[-1]
+        if x.shape[1] * (m + n) > 2 * m * n:  # forming W takes fewer products
+            weight_gradient = g.mT @ x
+            of_input, of_output = g @ weight_gradient, x @ weight_gradient.mT
+        else:
+            of_input, of_output = g @ g.mT @ x, x @ x.mT @ g
+        self.input.add(x.flatten(0, 1), of_input.flatten(0, 1))
+        self.output.add(g.flatten(0, 1), of_output.flatten(0, 1))
         self.squared_inputs += x[used].double().square().sum()
         self.tokens += used.sum()
 

@@ -127,7 +127,7 @@ def reachable_base(base: str | Path) -> str:
     return found if Path(found).exists() else _from_hub(found)
 
 
-def check_reachable(base: str | Path) -> None:
+def check_reachable(base: object) -> None:
     """Refuse what `reachable_base` would refuse for the hub's sake, before torch is loaded.
 
     Raises
@@ -135,6 +135,8 @@ def check_reachable(base: str | Path) -> None:
     CheckpointError
         As `reachable_base`.
     """
+    if not isinstance(base, str | Path):
+        return  # a model that is open
     is_packaged = str(base) == SMOLLM2 or (is_minilm(base) and packaged_minilm() is not None)
     is_installed = importlib.util.find_spec("huggingface_hub") is not None
     if is_installed and not is_packaged and not Path(base).exists():
@@ -179,17 +181,24 @@ def _answers(url: str) -> bool:
     return True
 
 
-def resolved_base(base: str | Path) -> str:
+def resolved_base(base: object) -> str:
     """Return what a base means everywhere: a full name on the hub, or an absolute path.
 
     >>> resolved_base("smollm2"), resolved_base("google/gemma-3-270m")
     ('HuggingFaceTB/SmolLM2-135M-Instruct', 'google/gemma-3-270m')
     """
+    if not isinstance(base, str | Path):
+        return model_name(base)
     if str(base) == SMOLLM2:
         return PUBLISHED_NAMES[SMOLLM2]
     if Path(base).exists():
         return str(Path(base).absolute())
     return PUBLISHED_NAMES[MINILM] if is_minilm(base) else str(base)
+
+
+def model_name(base: object) -> str:
+    """Return what a base is called that was given as an open model."""
+    return str(getattr(base, "name", type(base).__name__))
 
 
 def open_tokenizer(base: str | Path) -> Any:

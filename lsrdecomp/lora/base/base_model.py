@@ -1,18 +1,24 @@
-"""A base model of transformers for an adapter's task, opened plain or with an adapter on it."""
+"""A base model and what its outputs are, opened plain or with an adapter on it.
+
+Text models are opened here, by the task type in an adapter's config; models of images, sounds and
+embeddings in `other_bases`, diffusion models in `diffusion_base`.
+"""
 
 from __future__ import annotations
 
 import copy
 import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
 import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -21,14 +27,21 @@ from transformers import (
 )
 
 import lsrdecomp.lora.peft  # noqa: F401 (teaches PEFT to open LSR directories)
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CalibrationError, CheckpointError
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
+from lsrdecomp.lora.base.dataset import DataError
 from lsrdecomp.lora.base.expert_layers import attach_adapter
-from lsrdecomp.lora.base.heads import Head
-from lsrdecomp.lora.files.file_checks import sha256
+from lsrdecomp.lora.base.heads import Batch, Head
+from lsrdecomp.lora.base.rows import call_with, join_rows
+from lsrdecomp.lora.base.texts import Example, Item
+from lsrdecomp.lora.base.tokens import model_inputs
+from lsrdecomp.lora.files import Checkpoint, open_checkpoint, write_lora
+from lsrdecomp.lora.files.file_checks import is_diffusers, sha256
+from lsrdecomp.lora.files.format import CONFIG
+from lsrdecomp.lora.files.records import LoraLayer
 from lsrdecomp.lora.files.tensors import first_line, read_header
-from lsrdecomp.lora.files.writing import WEIGHTS
-from lsrdecomp.lora.peft.geometry import LINEAR
+from lsrdecomp.lora.files.writing import WEIGHTS, weight_file
+from lsrdecomp.lora.peft.geometry import is_measured
 
 LOADERS = {
     "SEQ_CLS": (AutoModelForSequenceClassification, Head.classification),
@@ -48,23 +61,40 @@ HEAD_WEIGHTS = (
 """Endings of the names of a classifier's last weight, which adapters for classification bring."""
 
 
+def model_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits of a model of transformers."""
+    logits: Tensor = model(**model_inputs(batch)).logits
+    return logits
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """A base model for the task of an adapter, plain or with an adapter active.
+
+    It is how to run a batch (``outputs``), and what its output is (``head``). For a model of one's
+    own, whose outputs are numbers, a module is enough where a base is asked for (`own_base`).
 
     The last three fields are empty for a plain base.
     """
 
     name: str
     model: nn.Module
-    tokenizer: Any
+    tokenizer: Any  # or what else prepares inputs, such as an image processor
     head: Head
+    outputs: Callable[[nn.Module, Batch], Tensor] = model_logits
+    batches: Callable[[Base, Sequence[Item], int], Iterator[Batch]] | None = None
+    """Makes batches of about so many items; absent, of texts and prompts."""
+    module_names: Callable[[Checkpoint], Mapping[str, str]] | None = None
+    """Returns the modules of a checkpoint's layers by their names in it; absent, they are alike."""
+    pictures: Callable[[Base, Sequence[Example]], list[bytes]] | None = None
+    """Draws the images of some examples as PNG files, where the model makes images."""
+    measured_part: str = ""  # the part of the model that runs: beginning of its modules' names
     modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
     adapter_base: str = ""  # what the adapter's config calls its base
     adapter_sha256: str = ""  # of the adapter's weight file
 
     def with_adapter(self, adapter: str | Path) -> Base:
-        """Return the base with an adapter on it, of any kind that PEFT opens.
+        """Return the base with an adapter on it: a directory that PEFT opens, or a LoRA file.
 
         The two share their large weights; this one stays plain.
 
@@ -82,21 +112,50 @@ class Base:
         # 2. Put the adapter on the copy.
         try:
             copied = copy.deepcopy(self.model, memo)
-            model = attach_adapter(copied, adapter)
+            if (Path(adapter) / CONFIG).is_file() and self.module_names is None:
+                model = attach_adapter(copied, adapter)
+            else:
+                model = self._attach_file(copied, adapter)
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"does not fit {self.name}: {first_line(error)}", path=adapter
             ) from error
         model = model.to(next(self.model.parameters()).device).eval()
         # 3. Record which adapter it is, and the layers that it adapts.
-        weights = Path(adapter) / WEIGHTS
+        weights = weight_file(Path(adapter))
+        modules = adapted_modules(model)
         return replace(
             self,
             model=model,
-            modules=adapted_modules(model),
+            modules=tuple(name for name in modules if name.startswith(self.measured_part)),
             adapter_base=str(model.peft_config["default"].base_model_name_or_path or ""),
             adapter_sha256=sha256(weights) if weights.is_file() else "",
         )
+
+    def names_in(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """Return the module that each layer of a checkpoint adapts, by the layer's name."""
+        if self.module_names is not None:
+            return self.module_names(checkpoint)
+        return {layer.name: layer.name for layer in checkpoint.layers}
+
+    def _attach_file(self, model: nn.Module, adapter: str | Path) -> PeftModel:
+        """Put a LoRA file on a model: PEFT opens a copy with the names of the model's modules."""
+        source = open_checkpoint(adapter, carry=True)
+        if any(not isinstance(layer, LoraLayer) for layer in source.layers):
+            return attach_adapter(model, adapter)  # LSR, under the names of the base's modules
+        names = self.names_in(source)
+        layers = [replace(layer, name=names[layer.name]) for layer in source.layers]
+        config = {"peft_type": "LORA", "target_modules": sorted(names.values())}
+        renamed = replace(source, layers=tuple(layers), config=config, extras={}, carried={})
+
+        def pairs() -> Iterator[tuple[str, Any, Any]]:
+            for layer in layers:
+                up, down = layer.load()
+                yield layer.name, up * layer.scale, down
+
+        with TemporaryDirectory() as folder:
+            written = write_lora(Path(folder) / "lora", layers=pairs(), source=renamed)
+            return PeftModel.from_pretrained(model, str(written))
 
 
 def load_base(
@@ -160,27 +219,84 @@ def load_pair(
 
 
 def open_base(
-    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+    base: str | Path | nn.Module | Base,
+    adapter: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> Base:
     """Open the plain base, with the kind of head that ``adapter`` was trained for.
 
-    Parameters and errors are those of `load_base`.
+    Parameters and errors are those of `load_base`; a base that is open already is taken as it is.
     """
+    if isinstance(base, Base):
+        return base
+    if isinstance(base, nn.Module):
+        return own_base(base.to(device))
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    if is_diffusers(base):
+        from lsrdecomp.lora.base.diffusion_base import open_diffusion
+
+        return open_diffusion(base, dtype=getattr(torch, dtype), device=device)
+    from lsrdecomp.lora.base.other_bases import open_other
+
+    other = open_other(base, adapter, dtype=getattr(torch, dtype), device=device)
+    if other is not None:
+        return other
     # 1. The task type in the adapter's config says which class of transformers opens the base.
     task_type = adapter_task(Path(adapter))
     loader, head = LOADERS[task_type]
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
     # 2. A classifier gets as many classes as the adapter brings, if it brings a head.
     options = {}
     if head not in (Head.causal_lm, Head.seq2seq):
-        n_classes = _n_saved_classes(adapter)
-        if n_classes is not None:
-            options["num_labels"] = n_classes
+        options = head_options(adapter)
     model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **options)
     if head is Head.classification and model.config.num_labels == 1:
-        head = Head.regression  # one class is a score
+        head = Head.numbers  # one class is a score
     return Base(str(base), model.to(device), tokenizer, head)
+
+
+def own_base(model: nn.Module) -> Base:
+    """Return the base of a module whose outputs are numbers, run on batches of its arguments.
+
+    Outputs are a tensor with a row for each example, or the first tensor of a tuple or of an output
+    of transformers or diffusers.
+    """
+    return Base(
+        type(model).__name__, model.eval(), None, Head.numbers, _first_output, given_batches
+    )
+
+
+def _first_output(model: nn.Module, batch: Batch) -> Tensor:
+    output = call_with(model, model_inputs(batch))
+    if isinstance(output, Mapping):
+        output = output.get("logits", next(iter(output.values())))
+    while isinstance(output, tuple | list):
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise CalibrationError(
+            f"the model returns a {type(output).__name__}, no tensor; give base=Base(…, "
+            "outputs=…), a function that returns one"
+        )
+    return output
+
+
+def given_batches(_base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+    """Yield batches of the rows that were given."""
+    rows = [item.inputs for item in items if isinstance(item, Example)]
+    if len(rows) < len(items):
+        raise DataError(
+            "a model of one's own is run on batches: give data= an iterable of tensors, tuples or "
+            "dictionaries of its arguments"
+        )
+    yield from join_rows(rows, size)
+
+
+def head_options(adapter: str | Path) -> dict[str, Any]:
+    """Return the number of classes as a loader's argument, if an adapter brings a head."""
+    n_classes = _n_saved_classes(adapter)
+    return {} if n_classes is None else {"num_labels": n_classes}
 
 
 def adapter_task(adapter: Path) -> str:
@@ -255,10 +371,10 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
-    """Return the names, in the plain base, of the Linear layers that a PEFT model adapts."""
+    """Return the names, in the plain base, of the layers of a PEFT model with statistics."""
     names = []
     for name, module in model.get_base_model().named_modules(remove_duplicate=False):
-        if has_delta(module) and isinstance(module.get_base_layer(), LINEAR):
+        if has_delta(module) and is_measured(module.get_base_layer()):
             names.append(name)
     return tuple(names)
 

@@ -27,9 +27,9 @@ class Behaviour:
     """What a prediction is made for: "example" or "token"."""
     kl: float
     """KL(source ‖ compressed) per prediction in nats; half the squared difference of the scores
-    for a regression."""
+    for outputs that are numbers."""
     agreement: float | None
-    """Share of predictions with the same top class; None for a regression."""
+    """Share of predictions with the same top class; None for numbers."""
     effect: float
     """KL(source ‖ no adapter), in the units of ``kl``: the size of what the source does."""
     standard_error: float | None = None

@@ -50,6 +50,7 @@ from lsrdecomp.lora.base.measured_model import (
     modules_by_name,
     recompute_activations,
 )
+from lsrdecomp.lora.base.rows import examples_in, tensors_in
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood, watched
 from lsrdecomp.lora.base.statistics_files import (
     check_output,
@@ -355,7 +356,9 @@ class _GroupPass:
         gradient, effect_sum = _sampled_gradient(self.base, output, plain, generator)
         # 4. Run backward from them; meanwhile every layer adds to its sums.
         n_examples = len(output.counts)
-        recorder.backward(output.hidden, n_examples, gradient)
+        # Where an example has several rows, each of them passes through the layers by itself.
+        n_rows = n_examples if self.base.head in TOKEN_HEADS else len(output)
+        recorder.backward(output.hidden, n_rows, gradient)
         return Counts(1, n_examples, len(output), effect_sum)
 
 
@@ -381,7 +384,7 @@ def _first_batches(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
     n_examples = 0
     for batch in batches:
         yield batch
-        n_examples += len(next(iter(batch.values())))
+        n_examples += examples_in(batch)
         if n_examples >= samples:
             return
 
@@ -458,6 +461,12 @@ def _fill_unused_experts(sums: dict[str, LayerSums]) -> None:
 
 
 def _token_bytes(batch: Batch) -> bytes:
-    """Return the token numbers and masks of a batch as bytes, for the digest of all texts."""
-    integers = [name for name in sorted(batch) if not batch[name].is_floating_point()]
-    return b"".join(batch[name].cpu().numpy().tobytes() for name in integers)
+    """Return the token numbers and masks of a batch as bytes, for the digest of all texts.
+
+    Where there are none, as in images, it is the numbers that the model reads.
+    """
+    tensors = tensors_in([batch[name] for name in sorted(batch)])
+    integers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+    if not integers:
+        integers = [tensor.float() for tensor in tensors]
+    return b"".join(tensor.cpu().numpy().tobytes() for tensor in integers)

@@ -76,7 +76,7 @@ class Reference:
             effect = divergences(output.logits, plain.logits, self.head)
             effects.append(sum_by_example(effect, output.counts))
         if not counts or int(torch.cat(counts).sum()) == 0:
-            raise CalibrationError("the texts give nothing to predict")
+            raise CalibrationError("the data give nothing to predict")
         self.counts = torch.cat(counts)
         self.effects = torch.cat(effects)
 
@@ -110,7 +110,7 @@ class Reference:
         lost, n_matching = self.compare_examples(compressed)
         n_predictions = int(self.counts.sum())
         agreement = None
-        if self.head is not Head.regression:
+        if self.head is not Head.numbers:
             agreement = float(n_matching.sum()) / n_predictions
         exact_match_rate = None
         if self.head in TOKEN_HEADS:
@@ -169,7 +169,7 @@ def divergences(
     expected, actual : Tensor, shape (predictions, classes)
         Logits.
     head : Head
-        Meaning of the logits. For a regression, half the squared difference is returned.
+        Meaning of the logits. For numbers, half the squared difference is returned.
     at_a_time : int, optional
         Predictions that are held in double precision at a time; absent, `predictions_at_a_time`.
 
@@ -183,7 +183,7 @@ def divergences(
         # In double precision: the divergence of nearly equal logits is below the rounding of
         # float32 logarithms.
         p, q = _double(p), _double(q)
-        if head is Head.regression:
+        if head is Head.numbers:
             divergence = (p - q).square().sum(-1) / 2
         else:
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head, loss_mask, prediction_logits
-from lsrdecomp.lora.base.tokens import model_inputs
+from lsrdecomp.lora.base.rows import map_tensors
+from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def forward(base: Base, batch: Batch, *, full_logits: bool = False) -> BatchLogi
         layer, such as a scale or a cap, always have theirs held.
     """
     device = next(base.model.parameters()).device
-    inputs = {name: value.to(device) for name, value in batch.items()}
+    inputs = map_tensors(batch, lambda tensor: tensor.to(device))
     layer = output_layer(base)
     positions = _predicting_positions(inputs, base.head)
     # 1. Where every position predicts, or the model has no output layer for tokens, take what the
@@ -179,10 +180,12 @@ def _hidden_states(base: Base, inputs: Batch, layer: nn.Module, positions: Tenso
 
 def _forward_in_full(base: Base, inputs: Batch, positions: Tensor | None) -> BatchLogits:
     """Run a model for all its logits, and return those of the positions that predict."""
-    all_logits = base.model(**model_inputs(inputs)).logits
+    all_logits = base.outputs(base.model, inputs)
     logits = prediction_logits(all_logits, base.head, loss_mask(inputs, base.head))
-    if positions is None or base.head not in TOKEN_HEADS:
-        n_examples = len(next(iter(inputs.values())))
+    if ROW_COUNTS in inputs:
+        counts = inputs[ROW_COUNTS].cpu()
+    elif positions is None or base.head not in TOKEN_HEADS:
+        n_examples = len(all_logits)
         counts = torch.full((n_examples,), len(logits) // n_examples)
     else:
         counts = positions.sum(1).cpu()

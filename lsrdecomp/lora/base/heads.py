@@ -1,21 +1,25 @@
-"""Heads: the meaning of a model's logits, and the positions at which they are predictions.
+"""Heads: the meaning of a model's outputs, and the positions at which they are predictions.
 
 A *prediction* is one distribution over classes: that of a whole example for a classifier, that of
-the next token at one position for a language model. Losses and divergences are means over them.
+the next token at one position for a language model. For outputs that are numbers, such as an
+embedding or the noise in an image, it is a normal distribution around them with the same variance
+for all, which drops out of every share. Losses and divergences are means over predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.lora.base.tokens import LOSS_MASK
 
-Batch = Mapping[str, Tensor]
-"""Arguments of a model's forward pass by name, and perhaps a `LOSS_MASK`."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Batch = Mapping[str, Any]
+"""Arguments of a model's forward pass by name, and perhaps a `LOSS_MASK` or `ROW_COUNTS`."""
 
 IGNORED_LABEL = -100
 """Label that the losses of transformers ignore."""
@@ -25,7 +29,7 @@ class Head(Enum):
     """Meaning of a model's logits."""
 
     classification = "one class per example"
-    regression = "one number per example, with unit variance"
+    numbers = "numbers for each example, all with unit variance"
     tokens = "one class per token"
     causal_lm = "the next token at every position"
     seq2seq = "the next token of the output at every position"
@@ -33,7 +37,7 @@ class Head(Enum):
 
 TOKEN_HEADS = (Head.tokens, Head.causal_lm, Head.seq2seq)
 """Heads that predict at every token."""
-EXAMPLE_HEADS = (Head.classification, Head.regression)
+EXAMPLE_HEADS = (Head.classification, Head.numbers)
 """Heads that predict once per example."""
 
 
@@ -42,8 +46,8 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
 
     Parameters
     ----------
-    logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
-        What the model returned.
+    logits : Tensor, shape (examples, classes), (examples, …) or (examples, tokens, classes)
+        What the model returned; numbers may have any axes.
     head : Head
         Meaning of the logits.
     mask : Tensor, shape (examples, tokens), optional
@@ -55,9 +59,10 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
     ShapeError
         If the logits do not have the shape of the head.
     """
+    if head is Head.numbers and logits.ndim > 0:
+        return logits.reshape(len(logits), -1).float()
     n_axes = 3 if head in TOKEN_HEADS else 2
-    has_wrong_width = head is Head.regression and logits.shape[-1] != 1
-    if logits.ndim != n_axes or has_wrong_width:
+    if logits.ndim != n_axes:
         raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
     if head is Head.causal_lm:
         logits = logits[:, :-1]
@@ -69,10 +74,13 @@ def prediction_logits(logits: Tensor, head: Head, mask: Tensor | None = None) ->
 
 def loss_mask(batch: Batch, head: Head) -> Tensor | None:
     """Return a mask of the tokens to be predicted, (examples, tokens); None if all are."""
+    mask: Tensor | None
     if LOSS_MASK in batch:
-        return batch[LOSS_MASK]
-    if head is not Head.seq2seq:
-        return batch.get("attention_mask")
-    if "labels" in batch:
-        return batch["labels"] != IGNORED_LABEL
-    return batch.get("decoder_attention_mask")
+        mask = batch[LOSS_MASK]
+    elif head is not Head.seq2seq:
+        mask = batch.get("attention_mask")
+    elif "labels" in batch:
+        mask = batch["labels"] != IGNORED_LABEL
+    else:
+        mask = batch.get("decoder_attention_mask")
+    return mask

@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsrdecomp.errors import CalibrationError
-from lsrdecomp.lora.peft.geometry import LINEAR, geometry_of
+from lsrdecomp.lora.peft.geometry import geometry_of, is_measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
-    """Return (m, n) of a Linear layer, GPT-2's Conv1D or an adapter's wrapping of either.
+    """Return (m, n) of a Linear layer, GPT-2's Conv1D, a Conv2d or an adapter's wrapping of one.
 
     Raises
     ------
@@ -42,9 +42,9 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
         If it is another kind of layer; the message has its ``name``.
     """
     plain: nn.Module = getattr(module, "get_base_layer", lambda: module)()
-    if not isinstance(plain, LINEAR):
+    if not is_measured(plain):
         raise CalibrationError(
-            f"{name} is a {type(plain).__name__}; statistics are for Linear layers"
+            f"{name} is a {type(plain).__name__}; statistics are for Linear and Conv2d layers"
         )
     return geometry_of(plain).matrix_shape
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,14 +159,20 @@ def watched(
 def _recording_hook(recorder: GradientRecorder, name: str) -> Callable[..., Tensor | None]:
     """Return a forward hook that records the calls of a module."""
 
-    def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if not recorder.in_backward:
             recorder.n_calls[name] += 1
         if not torch.is_grad_enabled():
             return None
-        call = ModuleCall(arguments[0].detach())
+        plain: nn.Module = getattr(module, "get_base_layer", lambda: module)()
+        convolution = plain if isinstance(plain, nn.Conv2d) else None
+        call = ModuleCall(_patches(arguments[0].detach(), convolution))
         recorder.calls[name].append(call)
-        add_gradient = partial(recorder.add_gradient, name, call)
+
+        def add_gradient(gradient: Tensor) -> None:
+            positions = gradient if convolution is None else gradient.flatten(2).mT
+            recorder.add_gradient(name, call, positions)
+
         if output.requires_grad:
             output.register_hook(add_gradient)  # type: ignore[no-untyped-call]
             return None
@@ -180,6 +185,23 @@ def _recording_hook(recorder: GradientRecorder, name: str) -> Callable[..., Tens
     return hook
 
 
+def _patches(inputs: Tensor, convolution: nn.Conv2d | None) -> Tensor:
+    """Return the inputs of a layer's matrix: of a convolution its patches, (examples, patches, n).
+
+    The entries of a patch are in the order of those of the layer's weight.
+    """
+    if convolution is None:
+        return inputs
+    patches = nn.functional.unfold(
+        inputs,
+        convolution.kernel_size,
+        convolution.dilation,
+        convolution.padding,  # type: ignore[arg-type]
+        convolution.stride,
+    )
+    return patches.mT
+
+
 def sampled_log_likelihood(logits: Tensor, head: Head, generator: torch.Generator) -> Tensor:
     """Return Σ log p(y) over predictions, for classes y drawn from the model itself.
 
@@ -188,11 +210,12 @@ def sampled_log_likelihood(logits: Tensor, head: Head, generator: torch.Generato
     logits : Tensor, shape (predictions, classes)
         As `lora.base.heads.prediction_logits` returns them.
     head : Head
-        Meaning of the logits; a regression draws from a normal distribution of unit variance.
+        Meaning of the logits. Numbers are drawn from a normal distribution of unit variance: the
+        gradient is one random direction for each example, as in Gauss–Newton's method.
     generator : torch.Generator
         On the CPU: draws are the same on every device, up to rounding of the probabilities.
     """
-    if head is Head.regression:
+    if head is Head.numbers:
         noise = torch.randn(logits.shape, generator=generator).to(logits.device)
         sampled_scores = noise + logits.detach()
         return -(sampled_scores - logits).square().sum() / 2

@@ -1,12 +1,14 @@
-"""Texts of a measurement: reading them from files or sequences, and holding some of them out."""
+"""Data of a measurement: reading texts, files or batches, and holding some of them out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.dataset import (
     DataError,
     PromptExample,
@@ -14,12 +16,34 @@ from lsrdecomp.lora.base.dataset import (
     read_examples,
     read_text_pairs,
 )
-from lsrdecomp.lora.files.file_checks import EXAMPLE_SUFFIXES
+from lsrdecomp.lora.files.file_checks import EXAMPLE_SUFFIXES, is_diffusers
 
-Item = TextPair | PromptExample
-"""A text to measure on: one with or without a second one, or a prompt with its completion."""
-Texts = Sequence[str | Item]
-"""Texts as a caller may give them; a plain string is a text of its own."""
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a model is run on, where that is neither a text nor a file.
+
+    Attributes
+    ----------
+    number : int
+        Its place among the examples; the seed of what is drawn for it.
+    inputs : object
+        A batch of one row, or the prompt of an image; None if all is drawn.
+    """
+
+    number: int
+    inputs: Any = None
+
+
+Item = TextPair | PromptExample | Path | Example
+"""An example to measure on: a text with or without a second one, a prompt with its completion, the
+file of an image or sound, or what a model is called with."""
+Texts = Iterable[Any]
+"""Data as a caller may give them: plain strings, which are texts of their own, items, or batches of
+tensors for a model of one's own."""
+
+FILE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".wav")
+"""Endings of the files of images and sounds that are taken from a folder."""
 
 
 # Numbers of texts that are held out; all by hand.
@@ -32,6 +56,8 @@ MIN_TEXTS = 32
 """Different texts that are needed: eight to measure on, the others to learn from."""
 MIN_HELD_OUT = 8
 """Minimum texts held out."""
+N_DRAWN = 96
+"""Minimum images that are drawn for a diffusion model, each at several noise levels."""
 
 
 def n_selection_texts(held_out: int, *, trains: bool) -> int:
@@ -50,13 +76,14 @@ def read_data(data: str | Path | Texts) -> list[Item]:
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
     texts, see `lsrdecomp.lora.base.dataset`; only completions are predicted. Any other file has a
-    text a line, or two with a tab between.
+    text a line, or two with a tab between. Of a folder all images and sounds are taken.
 
     Parameters
     ----------
-    data : str, path or sequence
-        A file, or texts: strings, pairs ``(first, second or None)`` or
-        `PromptExample`.
+    data : str, path or iterable
+        A file or folder, or texts: strings, pairs ``(first, second or None)`` or
+        `PromptExample`; or batches: tensors, tuples or dictionaries of them, with a row for each
+        example.
 
     Raises
     ------
@@ -66,34 +93,97 @@ def read_data(data: str | Path | Texts) -> list[Item]:
         If an element of a sequence is none of these; the message has its index.
     """
     if not isinstance(data, str | Path):
-        return [_as_item(text, index) for index, text in enumerate(data)]
+        items: list[Item] = []
+        for index, element in enumerate(data):
+            if _holds_tensors(element):
+                items += _examples(element, len(items))
+            else:
+                items.append(_as_item(element, index))
+        return items
     path = Path(data)
+    if path.is_dir():
+        return list(_files_in(path))
     if path.suffix in EXAMPLE_SUFFIXES:
         return list(read_examples(path))
     return list(read_text_pairs(path))
+
+
+def data_for(base: object, data: Any) -> list[Item]:
+    """Return what a base is run on: the data, or for a diffusion model images to draw."""
+    return prompts_to_draw(data) if is_diffusers(base) else read_data(data)
+
+
+def prompts_to_draw(data: str | Path | Texts | None) -> list[Item]:
+    """Return images to draw: each prompt with a seed, prompts repeated until there are enough.
+
+    Parameters
+    ----------
+    data : str, path or iterable
+        A file with a prompt a line, or prompts; None for images without one.
+    """
+    prompts: list[str | None] = [None]
+    if data is not None:
+        prompts = []
+        for item in read_data(data):
+            if not isinstance(item, tuple):
+                raise DataError(f"a diffusion model takes prompts, one a line; got {item!r:.60}")
+            prompts.append(item[0])
+    if not prompts:
+        raise DataError("there is no prompt in the data")
+    count = max(len(prompts), N_DRAWN)
+    return [Example(number, prompts[number % len(prompts)]) for number in range(count)]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the images and sounds of a folder, and of folders in it."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in FILE_SUFFIXES)
+    if not files:
+        endings = ", ".join(FILE_SUFFIXES)
+        raise CheckpointError(f"holds no image and no sound ({endings})", path=folder)
+    return files
+
+
+def _holds_tensors(element: object) -> bool:
+    """Return whether an element of the data is a batch, without loading torch."""
+    if isinstance(element, dict):
+        return any(map(_holds_tensors, element.values()))
+    if isinstance(element, tuple | list):
+        return any(map(_holds_tensors, element))
+    return hasattr(element, "new_zeros")
+
+
+def _examples(inputs: Any, first: int) -> list[Example]:
+    """Return the rows of a batch as examples, numbered from ``first``."""
+    from lsrdecomp.lora.base.rows import as_batch, split_rows
+
+    return [Example(first + i, row) for i, row in enumerate(split_rows(as_batch(inputs)))]
 
 
 def _as_item(text: object, index: int) -> Item:
     """Return one element of a sequence of texts as an item; raise `DataError` if it is none."""
     if isinstance(text, str):
         return text, None
-    if isinstance(text, PromptExample):
+    if isinstance(text, PromptExample | Path | Example):
         return text
     if isinstance(text, tuple | list) and len(text) == 2:
         first, second = text
         if isinstance(first, str) and isinstance(second, str | None):
             return first, second
     raise DataError(
-        f"data[{index}] is {text!r:.60}; give strings, pairs (first, second) or PromptExample "
-        "values"
+        f"data[{index}] is {text!r:.60}; give strings, pairs (first, second), PromptExample "
+        "values, paths of images or sounds, or batches of tensors"
     )
 
 
-def data_name(data: str | Path | Texts) -> str:
+def data_name(data: str | Path | Texts | None) -> str:
     """Return the name of the texts in a sentence: of their file, or their number."""
+    if data is None:
+        return "images drawn without a prompt"
     if isinstance(data, str | Path):
         return Path(data).name
-    return f"{len(data):,} texts"
+    if not isinstance(data, Sequence):
+        return "the given data"
+    return f"{len(data):,} {'batches' if any(map(_holds_tensors, data)) else 'texts'}"
 
 
 def split_texts(
@@ -140,6 +230,8 @@ def split_texts(
 
 def _beginning(item: Item) -> str:
     """Return what texts that belong together share: the prompt, or the first text of a pair."""
+    if isinstance(item, Path | Example):  # each is alone
+        return str(item if isinstance(item, Path) else item.number)
     if not isinstance(item, PromptExample):
         return item[0]
     if item.messages:
@@ -148,7 +240,9 @@ def _beginning(item: Item) -> str:
 
 
 def n_characters(item: Item) -> int:
-    """Return the characters of a text, to sort by."""
+    """Return the characters of a text, to sort by; 0 for what is none."""
+    if isinstance(item, Path | Example):
+        return 0
     if isinstance(item, PromptExample):
         messages = sum(len(message["content"]) for message in item.messages)
         return len(item.prompt) + len(item.completion) + messages

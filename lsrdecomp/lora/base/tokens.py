@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LOSS_MASK = "loss_mask"
 """Key of a batch under which it marks the tokens to be predicted. It is not an argument of a model:
 `model_inputs` leaves it out."""
+ROW_COUNTS = "row_counts"
+"""Key of a batch under which stands how many of its rows belong to each example, where it is more
+than one, as for an image at several noise levels. No argument of a model either."""
 LOSS_TOKENS = ("completion", "all")
 """Which tokens may be asked for as ``answers``: those of completions, or all."""
 DEFAULT_PROMPT_LENGTH = 1024
@@ -275,6 +278,7 @@ def length_sorted_batches(
     return [batches[i] for i in generator.permutation(len(batches))]
 
 
-def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries of a batch that a model is called with: all but the loss mask."""
-    return {name: value for name, value in batch.items() if name != LOSS_MASK}
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a batch that a model is called with."""
+    others = (LOSS_MASK, ROW_COUNTS)
+    return {name: value for name, value in batch.items() if name not in others}

@@ -33,8 +33,9 @@ from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable, resolved_base
+from lsrdecomp.lora.base.dataset import PromptExample
 from lsrdecomp.lora.base.text_profile import TextProfile
-from lsrdecomp.lora.base.texts import data_name, read_data
+from lsrdecomp.lora.base.texts import data_for, data_name
 from lsrdecomp.lora.compress.rewrite import publish
 from lsrdecomp.lora.files import Checkpoint, Journal
 from lsrdecomp.lora.files.file_checks import bytes_to_open
@@ -83,7 +84,7 @@ def compress(
     max_rank: int | None = None,
     min_rank: int | None = None,
     inner_shape: tuple[int, ...] | None = None,
-    base: str | Path | None = None,
+    base: str | Path | Any | None = None,
     data: str | Path | Texts | None = None,
     distil: int | None = None,
     statistics: Statistics | str | Path | None = None,
@@ -114,11 +115,14 @@ def compress(
         that suits each layer best.
     structure, max_rank, min_rank, inner_shape : optional
         As in a plan.
-    base : str or path, optional
-        The base model, by name or directory. With it, what is kept is measured:
-        ``result.fidelity``.
-    data : path or sequence of texts, optional
-        With ``base``: texts of the task, without labels.
+    base : str, path, module or Base, optional
+        The base model, by name or directory: of transformers, for texts, images, sounds or
+        embeddings, or of diffusers. Or any ``nn.Module`` whose outputs are numbers; for other
+        outputs of a model of your own a `lora.base.base_model.Base`. With it, what is kept is
+        measured: ``result.fidelity``.
+    data : path or iterable, optional
+        With ``base``: texts of the task, without labels; a folder of images or sounds; prompts of a
+        diffusion model, which needs none; for a model of your own batches of its arguments.
     distil : int, optional
         With ``base``: also train on the LoRA's answers, for so many steps.
     statistics : Statistics, str or path, optional
@@ -323,7 +327,7 @@ def _compress_measured(
     # 1. Open the base with the LoRA on it.
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     check_reachable(request.base)
-    texts = read_data(request.data)
+    texts = data_for(request.base, request.data)
     evaluator = _open_base(checkpoint, request, settings, texts, steps)
     target_share = _target_share(request, settings, evaluator)
     # 2. Measure the norm in which errors count.
@@ -412,7 +416,8 @@ def _differences_of_texts(
     profile = TextProfile.from_json(statistics.metadata.get("settings", {}).get("text_profile"))
     if profile is None:
         return []
-    differences = profile.differences(texts, name)
+    read = [text for text in texts if isinstance(text, tuple | PromptExample)]
+    differences = profile.differences(read, name) if read else []
     return [f"{each}: calibrate on texts like those you measure on" for each in differences]
 
 

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.lora.base.heads import Head
+from lsrdecomp.lora.base.heads import EXAMPLE_HEADS
 from lsrdecomp.lora.compress.prunings import PruningSearch
 from lsrdecomp.lora.compress.size_search import (
     MAX_MEASURED,
@@ -64,7 +64,7 @@ RESIDUAL_GUESS = 0.25
 """Share of its loss that a variant has after training, assumed until one is measured; 0.07 to 0.28
 on SmolLM2. It is near the largest: what is trained too small is trained for nothing."""
 RESIDUAL_GUESS_CLASSIFIER = 0.5
-"""The same for classifiers and regressions; 0.27 to 0.62 on MiniLM."""
+"""The same for models that predict once per example; 0.27 to 0.62 on MiniLM."""
 
 MIN_PRUNED_SAVING = 1.07
 """Prune the result of a training, and train it further, only if it is expected to become this many
@@ -316,7 +316,7 @@ class ShareGoal:
 
     def _residual_guess(self) -> float:
         """Return the share of its loss that a variant is assumed to have after training."""
-        if self.variants.evaluator.source.head in (Head.classification, Head.regression):
+        if self.variants.evaluator.source.head in EXAMPLE_HEADS:
             return RESIDUAL_GUESS_CLASSIFIER
         return RESIDUAL_GUESS
 

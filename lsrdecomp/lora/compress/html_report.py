@@ -65,7 +65,7 @@ def html_report(
     costs = _costs(compression.layers)
     layers = sorted(compression.layers, key=lambda layer: -costs[layer.name])
     # Names of layers and files are strangers' words: all are escaped.
-    page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
+    page = Environment(autoescape=True, trim_blocks=True).from_string(asset("report.html.jinja"))
     return page.render(
         name=Path(str(compression.source.path)).name,
         headline=_headline(compression),
@@ -85,8 +85,8 @@ def html_report(
         directory=repr(out.name) if out is not None else "",
         command=compression.command_line(),
         provenance=_provenance(compression),
-        style=_asset("report.css"),
-        script=_asset("report.js"),
+        style=asset("report.css"),
+        script=asset("report.js"),
     )
 
 
@@ -295,5 +295,6 @@ def _plain(value: object) -> str:
     return " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a template or style of this folder."""
     return (files("lsrdecomp.lora.compress") / name).read_text(encoding="utf-8")

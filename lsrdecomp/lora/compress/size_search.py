@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from lsrdecomp.lora.measure.fidelity import share_kept
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from lsrdecomp.lora.compress.variants import CompressedVariant
+    from lsrdecomp.lora.base.behaviour import Behaviour
 
 MIN_LOSS = 1e-12
 """A loss below this is rounding; it stands for zero where logarithms are taken."""
@@ -47,8 +47,19 @@ MAX_LOSS_EXCESS = 1.05
 much more would be trained in vain."""
 
 
+class MeasuredVariant(Protocol):
+    """What was made of a LoRA at some size, and measured."""
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Its behaviour on the selection texts."""
+
+
+V = TypeVar("V", bound=MeasuredVariant)
+
+
 @dataclass(frozen=True, slots=True)
-class MeasuredSizes:
+class MeasuredSizes(Generic[V]):
     """Losses of untrained variants by size: measured at some sizes, estimated at others.
 
     Attributes
@@ -60,14 +71,14 @@ class MeasuredSizes:
         cheap. Raises `BudgetError` where there is no such variant.
     measure : callable
         Makes the variant of a size and measures it; expensive.
-    measured : dict of size to CompressedVariant
+    measured : dict of size to variant
         The variants measured so far.
     """
 
     full_size: float
     expected_error: Callable[[float], float]
-    measure: Callable[[float], CompressedVariant]
-    measured: dict[float, CompressedVariant] = field(default_factory=dict)
+    measure: Callable[[float], V]
+    measured: dict[float, V] = field(default_factory=dict)
 
     @property
     def min_size(self) -> float:
@@ -77,8 +88,8 @@ class MeasuredSizes:
     def smallest(
         self,
         target_share: float,
-        on_measured: Callable[[int, CompressedVariant], None] | None = None,
-    ) -> CompressedVariant:
+        on_measured: Callable[[int, V], None] | None = None,
+    ) -> V:
         """Measure variants, and return the smallest of them that keeps a share.
 
         Sizes that pass and sizes that fail close in on the result from both sides.
@@ -147,9 +158,7 @@ class MeasuredSizes:
             return min(size, low * MAX_EXTRAPOLATION)
         return size
 
-    def variant_near_loss(
-        self, loss: float, *, max_measured: int = MAX_PLACED
-    ) -> CompressedVariant:
+    def variant_near_loss(self, loss: float, *, max_measured: int = MAX_PLACED) -> V:
         """Measure variants, and return the one that loses most, but hardly more than ``loss``.
 
         Where all lose more it is the one that loses least. Measuring ends early with a variant that
@@ -232,7 +241,7 @@ class MeasuredSizes:
             if math.isfinite(loss):
                 yield size, max(loss, MIN_LOSS)
 
-    def _measure_size(self, size: float) -> CompressedVariant:
+    def _measure_size(self, size: float) -> V:
         """Measure a size, and add it to those that were measured."""
         variant = self.measure(size)
         self.measured[size] = variant
@@ -247,6 +256,6 @@ class MeasuredSizes:
         ]
 
 
-def loss_of(variant: CompressedVariant) -> float:
+def loss_of(variant: MeasuredVariant) -> float:
     """Return the loss of a variant: the share of the LoRA's effect that it does not keep."""
     return 1.0 - share_kept(variant.behaviour)

@@ -3,6 +3,10 @@
 It takes seconds and needs no base. Without a base only the weights can be matched, and there low
 rank is hard to beat, so nothing else is tried. Each layer is read twice, once for its singular
 values and once to be written, and no layer stays in memory.
+
+With a base the singular values are those of the norm in which errors change its outputs (see
+`Evaluator.statistics`), so that one threshold over all layers keeps the components that act most,
+and what is kept is measured.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import tail_norms
-from lsrdecomp.errors import BudgetError, UnsupportedError, unknown
+from lsrdecomp.arrays import tail_norms, to_numpy
+from lsrdecomp.errors import BudgetError, UnsupportedError, needs, unknown
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.files import Checkpoint, file_or_directory, open_checkpoint, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
@@ -42,10 +46,31 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.files import LoraLayer
     from lsrdecomp.lora.files.tensors import StoredTensor
+    from lsrdecomp.lora.measure.fidelity import Fidelity, Measurement
+    from lsrdecomp.lora.search.layers import StatisticsByLayer
+    from lsrdecomp.lora.search.measured_settings import MeasuredSettings
     from lsrdecomp.lora.search.plan import CompressionPlan
 
 RECORD_BYTES = 2048
 """Bytes that are left for our record in the header of the file."""
+NOTHING_FITS = (
+    "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
+    "(--bytes, with --storage float16)"
+)
+MAX_REPLACEMENTS = 2
+"""Maximum sizes that take the place of one that keeps less than the target on held-out data; by
+hand, as for other structures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Images of one prompt and seed, as PNG files: by the base, by the LoRA and by what is left."""
+
+    prompt: str
+    seed: int
+    base: bytes
+    lora: bytes
+    small: bytes
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,14 @@ class Truncation:
         ‖ΔW‖_F of the layers that are carried.
     to : str
         The format that is written: "same", the source's, or "mlx".
+    fidelity : Fidelity, optional
+        With a base: what is kept of the LoRA's effect, as written.
+    tried : tuple of Measurement
+        With a base: every size that was measured, in order.
+    by_energy : Measurement, optional
+        With a base: a truncation to as many numbers by the weights alone, for comparison.
+    pictures : tuple of Pictures
+        With a base that makes images and ``examples``: so many images side by side.
 
     Examples
     --------
@@ -88,6 +121,10 @@ class Truncation:
     ranks: tuple[int, ...]
     carried_norm: float
     to: str = "same"
+    fidelity: Fidelity | None = None
+    tried: tuple[Measurement, ...] = ()
+    by_energy: Measurement | None = None
+    pictures: tuple[Pictures, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -103,13 +140,35 @@ class Truncation:
     @property
     def norm(self) -> float:
         """‖ΔW‖_F of the layers that are truncated."""
-        return math.hypot(*(tail_norms(sigma)[0] for sigma in self.sigma))
+        return math.hypot(*(layer.frobenius_norm for layer in self.layers))
 
     @property
     def relative_error(self) -> float:
-        """The error over all layers, before rounding to the storage type."""
-        tails = zip(map(tail_norms, self.sigma), self.ranks, strict=True)
-        return self._relative(math.hypot(*(tail[rank] for tail, rank in tails)))
+        """The error over all layers, before rounding to the storage type.
+
+        With a base it is in the norm in which errors change its outputs, of the layers that are
+        truncated.
+        """
+        tails = [tail_norms(sigma) for sigma in self.sigma]
+        lost = math.hypot(*(tail[rank] for tail, rank in zip(tails, self.ranks, strict=True)))
+        if self.layers[0].is_frobenius:
+            return self._relative(lost)
+        whole = math.hypot(*(tail[0] for tail in tails))
+        return lost / whole if whole > 0.0 else 0.0
+
+    def resized(self, plan: CompressionPlan) -> Truncation:
+        """Return the truncation of the same layers to another plan.
+
+        Raises
+        ------
+        BudgetError
+            If nothing fits.
+        """
+        part = _with_layers(self.source, self.layers)
+        ranks = _chosen_ranks(part, plan, self.to, self.layers, self.sigma)
+        if not any(ranks):
+            raise BudgetError(NOTHING_FITS)
+        return replace(self, plan=plan, ranks=ranks)
 
     @property
     def carried_layers(self) -> tuple[str, ...]:
@@ -164,9 +223,15 @@ class Truncation:
             names=self.to,
             storage=self._storage,
             force=force,
-            provenance={"plan": self.plan.to_json(), "recorded": recorded},
+            provenance=self._provenance(recorded),
             carried=self.carried_layers,
         )
+
+    def _provenance(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        provenance: dict[str, Any] = {"plan": self.plan.to_json(), "recorded": recorded}
+        if self.fidelity is not None:
+            provenance["promise"] = self.fidelity.to_json()
+        return provenance
 
     def written_error(self, out: str | Path) -> float:
         """Return ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of what `save` wrote, after rounding."""
@@ -246,6 +311,10 @@ def truncate(
     min_rank: int | None = None,
     only: tuple[str, ...] | None = None,
     to: str = "same",
+    base: Any = None,
+    data: Any = None,
+    keep: float | None = None,
+    settings: MeasuredSettings | None = None,
     on_step: OnStep | None = None,
 ) -> Truncation:
     """Truncate every layer to the rank that one threshold over all singular values gives it.
@@ -269,8 +338,12 @@ def truncate(
         byte.
     to : str
         "same", to write it in its own format, or "mlx".
+    base, data, keep, settings : optional
+        As `lsrdecomp.compress` has them: a base on which what is kept is measured, on data. With
+        ``keep`` the fewest numbers that keep so much of the LoRA's effect are found. Layers that
+        the base does not run on its data, such as those of a text encoder of images, are copied.
     on_step : callable, optional
-        Called with a `ProgressUpdate` after the singular values of each layer.
+        Called with a `ProgressUpdate` before and during each part of the work.
 
     Returns
     -------
@@ -303,20 +376,58 @@ def truncate(
         "max_rank": max_rank,
         "only": only,
         "min_rank": min_rank,
+        "base": base,
+        "data": data,
+        "keep": keep,
     }
-    request = Request.parse(given, plan=plan, to_file=True)
-    plan = request.plan
-    assert plan is not None
+    request = Request.parse(given, plan=plan, settings=settings, to_file=True)
+    return truncate_request(checkpoint, request, to=to, on_step=on_step)
+
+
+@one_blas_thread
+def truncate_request(
+    checkpoint: Checkpoint, request: Request, *, to: str = "same", on_step: OnStep | None = None
+) -> Truncation:
+    """Truncate an open adapter as requested; see `truncate`."""
     if to not in CUT_FORMATS:
         raise UnsupportedError(
             f"cannot cut to {unknown(to, CUT_FORMATS)}; export_lora writes others"
         )
     if to == "same":
         file_or_directory(checkpoint)
+    if request.base is not None:
+        if to != "same":
+            raise UnsupportedError(
+                f"what is kept is measured of a cut in the file's own format, not of {to}: write "
+                "that without a base, or export what this makes"
+            )
+        with needs("a base", "peft"):
+            from lsrdecomp.lora.compress.truncate_on_base import truncate_on_base
+        return truncate_on_base(checkpoint, request, on_step)
+    assert request.plan is not None
+    return truncation(checkpoint, request.plan, to=to, on_step=on_step)
+
+
+def truncation(
+    checkpoint: Checkpoint,
+    plan: CompressionPlan,
+    *,
+    to: str = "same",
+    statistics: StatisticsByLayer | None = None,
+    on_step: OnStep | None = None,
+) -> Truncation:
+    """Truncate every layer to a plan; with statistics those alone that have any.
+
+    See `truncate`.
+    """
     # 1. Compute the singular values of every layer.
     checkpoint.watch_source()
-    part = _with_layers(checkpoint, _matching(checkpoint, plan.only or ()))
-    layers = tuple(open_layers(part))
+    matching = _matching(checkpoint, plan.only or ())
+    if statistics is not None:
+        matching = [layer for layer in matching if layer.name in statistics]
+        _refuse_split_stacks(checkpoint, matching)
+    part = _with_layers(checkpoint, matching)
+    layers = tuple(open_layers(part, statistics))
     sigma = []
     smallest = []  # while the numbers of a layer are in memory
     read = Counter(on_step, "reading", len(layers), "layers")
@@ -327,10 +438,7 @@ def truncate(
     # 2. Choose the rank of each layer, by a tolerance of its own or by one threshold over all.
     ranks = _chosen_ranks(part, plan, to, layers, sigma, smallest)
     if not any(ranks):
-        raise BudgetError(
-            "nothing of the adapter fits into this budget; allow more, or store smaller numbers "
-            "(--bytes, with --storage float16)"
-        )
+        raise BudgetError(NOTHING_FITS)
     truncated = {layer.name for layer in layers}
     carried = [layer for layer in checkpoint.layers if layer.name not in truncated]
     if to != "same" and carried:
@@ -368,6 +476,14 @@ def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer
             )
         matching += found
     names = {layer.name for layer in matching}
+    _refuse_split_stacks(checkpoint, matching)
+    return [layer for layer in pairs if layer.name in names]
+
+
+def _refuse_split_stacks(checkpoint: Checkpoint, matching: Sequence[LoraLayer]) -> None:
+    """Refuse to copy layers beside others that are cut, where the format does not allow it."""
+    names = {layer.name for layer in matching}
+    pairs: list[LoraLayer] = list(filter(is_pair, checkpoint.layers))
     others = [layer for layer in pairs if layer.name not in names]
     # Tensors are copied whole, into formats that hold several ranks and scales.
     _refuse_common_rank(checkpoint, [layer.name for layer in others], "not matched by only")
@@ -386,7 +502,6 @@ def _matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[LoraLayer
                 path=checkpoint.path,
                 tensor=layer.name,
             )
-    return [layer for layer in pairs if layer.name in names]
 
 
 def _refuse_common_rank(checkpoint: Checkpoint, names: Collection[str], what: str) -> None:

@@ -7,13 +7,11 @@ import json
 import stat
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.lora.files.read_limits import STORED_TEXT_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GIT_LFS_START = b"version https://git-lfs"
 SUMS_BYTES = 2**20
@@ -23,6 +21,8 @@ SUMS = "SHA256SUMS"
 EXAMPLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files that `lsrdecomp.lora.base.dataset` reads as examples; others hold a text a
 line."""
+PIPELINE_INDEX = "model_index.json"
+"""What diffusers keeps in the directory of a pipeline."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
 """Files that act on the model: digests that leave one of them out vouch for nothing."""
 
@@ -101,6 +101,17 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{size} bytes of JSON; at most {STORED_TEXT_BYTES} are read", path=path
         )
     return parse_json(path.read_bytes(), path)
+
+
+def is_diffusers(base: object) -> bool:
+    """Return whether a base is a directory of diffusers: of a pipeline, or of one model of it."""
+    if not isinstance(base, str | Path):
+        return False
+    directory = Path(base)
+    if (directory / PIPELINE_INDEX).is_file():
+        return True
+    config = directory / "config.json"
+    return config.is_file() and "_class_name" in read_json(config)
 
 
 def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]:

@@ -39,6 +39,11 @@ except ImportError:
 WEIGHTS = "adapter_model.safetensors"
 
 
+def weight_file(adapter: Path) -> Path:
+    """Return the weight file of an adapter that was written: itself, or the one in a directory."""
+    return adapter if adapter.is_file() else adapter / WEIGHTS
+
+
 def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that is a symbolic link, touches an input, or cannot be written.
 

@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
+from lsrdecomp.lora.base.base_files import resolved_base
 from lsrdecomp.lora.base.base_model import open_base
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.calibrate import calibrate
@@ -34,13 +35,15 @@ from lsrdecomp.lora.files import Checkpoint, Journal, content_key
 from lsrdecomp.lora.files.file_checks import bytes_to_open, sha256
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
-from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.files.writing import weight_file
 from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity
 from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch import nn
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.base.behaviour import Behaviour
@@ -72,8 +75,8 @@ class Evaluator:
 
     Parameters
     ----------
-    base : str or path
-        As for `load_base`.
+    base : str, path, module or Base
+        As for `open_base`.
     lora : path
         The adapter whose behaviour is to be kept: a PEFT directory.
     texts : sequence of texts
@@ -119,7 +122,7 @@ class Evaluator:
 
     def __init__(
         self,
-        base: str | Path,
+        base: str | Path | Base | nn.Module,
         lora: str | Path,
         texts: Sequence[Item],
         settings: EvaluatorSettings | None = None,
@@ -152,8 +155,8 @@ class Evaluator:
             self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
         if not self.reference.effect > MIN_EFFECT:
             raise LsrError(
-                "the adapter changes no answer on these texts (divergence "
-                f"{self.reference.effect:.2g} nats): there is no effect to keep; give texts of the "
+                "the adapter changes no output on these data (divergence "
+                f"{self.reference.effect:.2g} nats): there is no effect to keep; give data of the "
                 "task it was trained for"
             )
 
@@ -164,7 +167,7 @@ class Evaluator:
         max_held_out = self.settings.held_out or default
         return split_texts(texts, max_held_out, self.settings.seed)
 
-    def _open(self, base: str | Path, lora: str | Path) -> tuple[Base, Base]:
+    def _open(self, base: str | Path | Base | nn.Module, lora: str | Path) -> tuple[Base, Base]:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
         settings = self.settings
         try:
@@ -175,12 +178,12 @@ class Evaluator:
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
-                f"does not open on the base {base}: {reason}", path=lora
+                f"does not open on the base {resolved_base(base)}: {reason}", path=lora
             ) from error
 
     def _check_lengths(self, texts: Sequence[Item]) -> None:
         """Raise `DataError` if any prompt is too long, before work is done on the others."""
-        if self.source.head is Head.causal_lm:
+        if self.source.head is Head.causal_lm and self.source.batches is None:
             prompts = [text for text in texts if isinstance(text, PromptExample)]
             tokenize(prompts, self.source.tokenizer, **self._length_limits)
 
@@ -192,12 +195,15 @@ class Evaluator:
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
         """Yield batches of texts of similar length; the same texts give the same batches."""
         size = size or self.batch_size
+        if self.source.batches is not None:
+            yield from self.source.batches(self.source, texts, size)
+            return
         seed = self.settings.seed
         by_length = sorted(texts, key=n_characters)
         for start in range(0, len(by_length), size):
             items = by_length[start : start + size]
             prompts = [item for item in items if isinstance(item, PromptExample)]
-            pairs = [item for item in items if not isinstance(item, PromptExample)]
+            pairs = [item for item in items if isinstance(item, tuple)]
             if prompts:
                 yield from prompt_batches(
                     self.source, prompts, size=size, seed=seed, **self._length_limits
@@ -225,11 +231,13 @@ class Evaluator:
         """Return the answers of the LoRA and of a written variant to the first held-out texts.
 
         Answers are classes or greedy completions, to ``limit`` texts at most. There are none to
-        texts without a prompt, and none of a regression.
+        texts without a prompt, and none of outputs that are numbers.
         """
         self.announce("answering in words")
         variant = self.base.with_adapter(written)
         texts = self.held_out[:limit]
+        if self.source.batches is not None:
+            return []
         if self.source.head is Head.classification:
             return self._compare_classes(variant, texts)
         if self.source.head is Head.causal_lm:
@@ -277,9 +285,9 @@ class Evaluator:
             self.batch_size,
             settings,
         ]
-        return content_key(
-            dependencies, self.held_out, self.selection_texts, self.calibration_texts
-        )
+        data = [self.held_out, self.selection_texts, self.calibration_texts]
+        named = [[str(each) if isinstance(each, Path) else each for each in part] for part in data]
+        return content_key(dependencies, named)
 
     def statistics(
         self, journal: Journal, written: Path | None = None, *, lora_scale: float = LORA_SCALE
@@ -302,7 +310,9 @@ class Evaluator:
         predicts_tokens = self.source.head in TOKEN_HEADS
         limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
         texts = self.calibration_texts[:limit]
-        adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
+        adapter = self.source.adapter_sha256
+        if written is not None:
+            adapter = sha256(weight_file(written))
         key = content_key(self.key, adapter, lora_scale, len(texts))
         out = journal.directory(f"statistics-{key}")
         if (out / METADATA).exists():
@@ -397,7 +407,7 @@ class Evaluator:
             data=data,
             base=Path(self.source.name).name,
             bytes_before=bytes_to_open(source.weights),
-            bytes_after=bytes_to_open(written / WEIGHTS),
+            bytes_after=bytes_to_open(weight_file(written)),
             head_bytes=source.extra_bytes,
             **annotations,
         )

@@ -22,6 +22,16 @@ LINEAR = (nn.Linear, Conv1D)
 NOT_LINEAR = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+def is_measured(layer: nn.Module) -> bool:
+    """Return whether statistics of a layer can be measured: Linear ones, and images' convolutions.
+
+    Of a convolution they are those of the matrix that acts on every patch of its input.
+    """
+    if isinstance(layer, nn.Conv2d):
+        return layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
+    return isinstance(layer, LINEAR)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearGeometry:
     """``y = x Wᵀ``; the stored weight is W, or Wᵀ in a transformers ``Conv1D``."""

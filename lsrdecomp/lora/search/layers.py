@@ -191,6 +191,8 @@ class Layer:
         """
         left, right = sides
         new_left, new_right = stored
+        if not self.is_frobenius:  # what is cut is orthogonal in another norm
+            return pair_distance(self.pair.left, self.pair.right.T, new_left, new_right.T)
         left_error = new_left - left
         right_error = new_right - right
         pair = self.pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings, whole_number
-from lsrdecomp.lora.search.plan import TO_DIRECTORY
+from lsrdecomp.lora.search.plan import ON_DEVICE, TRAINING
 
 
 @settings
@@ -54,7 +54,7 @@ class EvaluatorSettings(Settings):
     device: Annotated[
         str | None,
         ON_COMMAND_LINE,
-        TO_DIRECTORY,
+        ON_DEVICE,
         "cuda, cuda:1, … [default: the CPU, where NumPy solves].",
     ] = None
     seed: Annotated[
@@ -81,6 +81,7 @@ class MeasuredSettings(EvaluatorSettings):
     distil: Annotated[
         int,
         ON_COMMAND_LINE,
+        TRAINING,
         whole_number(0),
         "With --base: also train it on the LoRA's answers, for so many steps.",
     ] = 0
@@ -88,11 +89,13 @@ class MeasuredSettings(EvaluatorSettings):
         int,
         ON_COMMAND_LINE,
         whole_number(0),
-        "With --base: show so many texts that are answered differently, and truncated SVD.",
+        "With --base: show so many texts that are answered differently, and truncated SVD; "
+        "pictures of an image model.",
     ] = 0
     passes: Annotated[
         int,
         ON_COMMAND_LINE,
+        TRAINING,
         whole_number(1),
         "With --base: 2 repeats calibration and search with the first result active.",
     ] = 1

@@ -64,6 +64,8 @@ class Route(Enum):
     """A base runs on texts, to measure what the result keeps of the LoRA's effect."""
     TRUNCATED = "truncated"
     """A LoRA file is truncated by SVD, and stays in its own format."""
+    TRUNCATED_ON_BASE = "truncated on a base"
+    """The same where the outputs of its base change least; what is kept is measured."""
 
 
 class ReadOn(Flag):
@@ -78,9 +80,12 @@ ALL_ROUTES = ReadOn(*Route)
 TO_DIRECTORY = ReadOn(Route.SEARCHED, Route.GIVEN_TERMS, Route.MEASURED)
 """Routes that write an LSR directory."""
 SEARCHING = ReadOn(Route.SEARCHED, Route.MEASURED)
-SIZED = ReadOn(Route.SEARCHED, Route.MEASURED, Route.TRUNCATED)
-ON_A_BASE = ReadOn(Route.MEASURED)
-TO_SOURCE_FORMAT = ReadOn(Route.TRUNCATED)
+SIZED = ReadOn(Route.SEARCHED, Route.MEASURED, Route.TRUNCATED, Route.TRUNCATED_ON_BASE)
+ON_A_BASE = ReadOn(Route.MEASURED, Route.TRUNCATED_ON_BASE)
+ON_DEVICE = ReadOn(*TO_DIRECTORY.routes, Route.TRUNCATED_ON_BASE)
+"""Routes on which torch solves or runs a base."""
+TRAINING = ReadOn(Route.MEASURED)
+TO_SOURCE_FORMAT = ReadOn(Route.TRUNCATED, Route.TRUNCATED_ON_BASE)
 OF_TERMS = ReadOn(Route.GIVEN_TERMS, Route.MEASURED)
 
 SPLIT = list_of(whole_number(1), "two or more whole numbers, r1, r2, …", min_length=2)

@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import SettingsError
+from lsrdecomp.lora.files.file_checks import is_diffusers
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import (
     GOALS_IN_WORDS,
     ON_A_BASE,
+    ON_DEVICE,
     SEARCHING,
     SIZED,
     STORAGES,
     TO_DIRECTORY,
+    TO_SOURCE_FORMAT,
+    TRAINING,
     CompressionPlan,
     ReadOn,
     Resources,
@@ -93,7 +97,7 @@ class Request:
     statistics: Annotated[Any, TO_DIRECTORY] = None
     search: Annotated[Any, SEARCHING] = None
     workers: Annotated[int, SEARCHING] = 1
-    device: Annotated[str | None, TO_DIRECTORY] = None
+    device: Annotated[str | None, ON_DEVICE] = None
     journal: Annotated[Any, SEARCHING] = None
     measured: MeasuredSettings | None = None  # None without a base
 
@@ -136,7 +140,7 @@ class Request:
         # 1. Find the goal and the route.
         goal = _goal(given, plan, interface)
         if to_file:
-            route = Route.TRUNCATED
+            route = Route.TRUNCATED_ON_BASE if "base" in given else Route.TRUNCATED
         elif "base" in given:
             route = Route.MEASURED
         elif goal == "separation_rank":
@@ -153,7 +157,7 @@ class Request:
             )
         # 2. Refuse what the route does not read, and ask for what it needs.
         _refuse_unread(given, plan, goal, route, interface)
-        if route is Route.MEASURED and "data" not in given:
+        if "base" in given and "data" not in given and not is_diffusers(given["base"]):
             raise BudgetError(
                 f"what is kept is measured on texts of the task: give {data} with {base}"
             )
@@ -178,7 +182,7 @@ class Request:
         if plan.kl is not None and route is Route.SEARCHED:
             check_divergence(plan, "statistics" in given)
         measured = None
-        if route is Route.MEASURED:
+        if "base" in given:
             chosen = {name: given[name] for name in MeasuredSettings.fields if name in given}
             measured = MeasuredSettings(**chosen)
         names = ("base", "data", "statistics", "search", "workers", "device", "journal")
@@ -202,7 +206,7 @@ class Request:
         storage : str
             The element type of the adapter.
         """
-        if self.storage is not None or self.route is Route.TRUNCATED:
+        if self.storage is not None or self.route in TO_SOURCE_FORMAT.routes:
             return self
         if self.plan is None:
             return replace(self, storage="auto")  # the fewest bytes; what they keep is measured
@@ -287,7 +291,11 @@ def _described(value: Any) -> str | None:
     path = getattr(value, "path", None)
     if path is not None:  # of statistics: a file in their directory
         return str(Path(path).parent)
-    return f"{len(value):,} texts" if isinstance(value, Sequence) else type(value).__name__
+    return (
+        f"{len(value):,} texts"
+        if isinstance(value, Sequence)
+        else str(getattr(value, "name", type(value).__name__))
+    )
 
 
 def check_divergence(plan: CompressionPlan, has_statistics: bool) -> None:
@@ -364,7 +372,7 @@ def _is_read(name: str, value: object, goal: str, route: Route, interface: Inter
         return False
     # A LoRA file cannot hold integers.
     in_integers = name == "storage" and value in STORAGES
-    return not (route is Route.TRUNCATED and in_integers)
+    return not (route in TO_SOURCE_FORMAT.routes and in_integers)
 
 
 def _way_to_be_read(
@@ -372,14 +380,16 @@ def _way_to_be_read(
 ) -> str:
     """Return how to request that an unread setting is read, such as "read with base="."""
     readers = _routes_that_read(name, interface)
-    if route is Route.TRUNCATED:
+    if route is Route.TRUNCATED and Route.TRUNCATED_ON_BASE in readers:
+        return f"read with {interface.argument('base')}"
+    if route in TO_SOURCE_FORMAT.routes:
         way = f"not read where a LoRA file is written: {interface.leave_truncated}"
-        if readers == ON_A_BASE.routes and not has_base:
+        if readers == TRAINING.routes and not has_base:
             way += f", with {interface.argument('base')} and {interface.argument('data')}"
         return way
     if goal == "separation_rank" and Route.SEARCHED in readers:
         return f"read with a goal that is searched for, such as {interface.argument('ratio')}"
-    if readers == {Route.TRUNCATED}:
+    if readers == TO_SOURCE_FORMAT.routes:
         return f"read with {interface.truncate}, where a LoRA comes back in its own format"
     other = next(each for each in Route if each in readers)
     condition = "base" if other is Route.MEASURED else "separation_rank"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.heads import Head
+from lsrdecomp.lora.base.rows import examples_in
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.measure.features import forward_with_features
 from lsrdecomp.lora.measure.teacher import feature_distance
@@ -105,7 +106,7 @@ class Trainer:
         if distance is not None:
             self.feature_weight = FEATURE_WEIGHT * validation.effect / distance
         # 3. Plan as many evaluations as their cost allows.
-        step_examples = sum(len(next(iter(micro.values()))) for micro in data.batches[0])
+        step_examples = sum(examples_in(micro) for micro in data.batches[0])
         self.evaluation_cost = validation.examples / max(1, step_examples)
         self.n_evaluations = n_evaluations(steps, self.evaluation_cost)
 
@@ -271,9 +272,9 @@ def kl_loss(teacher_logits: Tensor, logits: Tensor, head: Head) -> Tensor:
     teacher_logits, logits : Tensor, shape (predictions, classes)
         Logits of the teacher and of the student.
     head : Head
-        Meaning of the logits. For a regression, half the squared difference is returned.
+        Meaning of the logits. For numbers, half the squared difference is returned.
     """
-    if head is Head.regression:
+    if head is Head.numbers:
         return (teacher_logits - logits).square().sum() / 2
     log_p = teacher_logits.log_softmax(-1)
     log_q = logits.log_softmax(-1)

@@ -325,9 +325,7 @@ def test_drawn_answers_have_the_fisher_matrix_of_the_model():
     assert answers == 40_000
     torch.testing.assert_close(gradient.T @ gradient / answers, fisher, rtol=0, atol=0.01)
     value = torch.zeros(40_000, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(
-        sampled_log_likelihood(value, Head.regression, generator), value
-    )
+    (gradient,) = torch.autograd.grad(sampled_log_likelihood(value, Head.numbers, generator), value)
     assert abs(float(gradient.square().mean()) - 1) < 0.05
 
 

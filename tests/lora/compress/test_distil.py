@@ -411,8 +411,8 @@ def test_the_training_loss_is_the_divergence(classifier):
         float(divergences(old, new, Head.classification).sum()), rel=1e-5
     )
     old, new = old[:, :1], new[:, :1]
-    assert float(kl_loss(old, new, Head.regression)) == pytest.approx(
-        float(divergences(old, new, Head.regression).sum()), rel=1e-5
+    assert float(kl_loss(old, new, Head.numbers)) == pytest.approx(
+        float(divergences(old, new, Head.numbers).sum()), rel=1e-5
     )
 
 

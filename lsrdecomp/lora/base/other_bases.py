@@ -1,0 +1,205 @@
+"""Bases of transformers that are no text generators or text classifiers.
+
+Each opener has a function that makes batches of what the user gives, and one that runs them:
+images for a classifier, sounds for a model such as Whisper, texts for an encoder of sentences.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scipy.io import wavfile
+from scipy.signal import resample_poly
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForSpeechSeq2Seq,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
+from lsrdecomp.lora.base.base_model import LOADERS, Base, head_options
+from lsrdecomp.lora.base.dataset import DataError
+from lsrdecomp.lora.base.heads import IGNORED_LABEL, Batch, Head
+from lsrdecomp.lora.base.tokens import model_inputs
+from lsrdecomp.lora.files.file_checks import read_json
+from lsrdecomp.lora.files.format import CONFIG
+from lsrdecomp.lora.files.tensors import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lsrdecomp.lora.base.texts import Item
+
+MAX_NEW_TOKENS = 128
+"""Maximum tokens that a model of sounds writes down of one."""
+POOLING = Path("1_Pooling") / "config.json"
+"""Where sentence-transformers says how token embeddings become one of the sentence."""
+
+
+def open_other(
+    base: str | Path, adapter: str | Path, *, dtype: torch.dtype, device: str
+) -> Base | None:
+    """Open a base that runs on images or sounds, or whose outputs are embeddings.
+
+    Its config tells which it is; an adapter with a task type of texts has another opener.
+
+    Returns
+    -------
+    Base or None
+        None for any other base.
+
+    Raises
+    ------
+    CheckpointError
+        If the base cannot be opened.
+    """
+    config_file = Path(adapter) / CONFIG
+    if not config_file.is_file():
+        return None
+    directory = reachable_base(base)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    model_type = config.model_type
+    options: dict[str, Any] = {"dtype": dtype}
+    if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        model = AutoModelForSpeechSeq2Seq.from_pretrained(directory, **options)
+        reader = _SoundReader(directory)
+        return Base(str(base), model.to(device), reader, Head.seq2seq, batches=sound_batches)
+    if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        options |= head_options(adapter)
+        model = AutoModelForImageClassification.from_pretrained(
+            directory, ignore_mismatched_sizes=True, **options
+        )
+        processor: Any = AutoImageProcessor.from_pretrained(directory)  # type: ignore[no-untyped-call]
+        return Base(
+            str(base), model.to(device), processor, Head.classification, batches=image_batches
+        )
+    if read_json(config_file).get("task_type") in LOADERS:
+        return None
+    if any(name.endswith("ForCausalLM") for name in config.architectures or ()):
+        return None
+    model = AutoModel.from_pretrained(directory, **options).to(device)
+    tokenizer = open_tokenizer(base)
+    model.pools_first_token = _pools_first_token(Path(directory))
+    return Base(str(base), model, tokenizer, Head.numbers, sentence_embedding)
+
+
+def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the embeddings of texts, of unit length, (examples, width).
+
+    They are the means over tokens, or the embeddings of the first ones where the model's files say
+    so.
+    """
+    hidden: Tensor = model(**model_inputs(batch)).last_hidden_state
+    if getattr(model, "pools_first_token", False):
+        pooled = hidden[:, 0]
+    else:
+        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        pooled = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1.0)
+    return nn.functional.normalize(pooled.float(), dim=-1)
+
+
+def _pools_first_token(directory: Path) -> bool:
+    config = directory / POOLING
+    return config.is_file() and bool(read_json(config).get("pooling_mode_cls_token"))
+
+
+def image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+    """Yield batches of the images in some files."""
+    from PIL import Image
+
+    for start in range(0, len(items), size):
+        images = []
+        for path in _files(items[start : start + size], "images"):
+            with Image.open(path) as image:
+                images.append(image.convert("RGB"))
+        yield dict(base.tokenizer(images=images, return_tensors="pt"))
+
+
+def sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+    """Yield batches of the sounds in some files, with what the model writes down of them.
+
+    A label is predicted at each of these tokens, so that no transcripts are needed.
+    """
+    device = next(base.model.parameters()).device
+    for start in range(0, len(items), size):
+        batch = base.tokenizer(_files(items[start : start + size], "sounds"))
+        inputs = {name: value.to(device) for name, value in batch.items()}
+        with torch.no_grad():
+            tokens = base.model.generate(  # type: ignore[operator]
+                **inputs, max_new_tokens=base.tokenizer.new_tokens(base.model), do_sample=False
+            )
+        yield batch | {"labels": _labels(tokens.cpu(), base.model.config)}
+
+
+def _labels(tokens: Tensor, config: Any) -> Tensor:
+    """Return generated tokens as labels: without the start, up to the first end of each."""
+    if int(tokens[0, 0]) == config.decoder_start_token_id:
+        tokens = tokens[:, 1:]
+    is_end = tokens == config.eos_token_id
+    ended_before = is_end.cumsum(1) - is_end.long() > 0
+    return tokens.masked_fill(ended_before, IGNORED_LABEL)
+
+
+def _files(items: Sequence[Item], what: str) -> list[Path]:
+    """Return items that are files; raise `DataError` for others."""
+    files = [item for item in items if isinstance(item, Path)]
+    if len(files) < len(items):
+        raise DataError(f"this base is run on {what}: give data= a folder of them")
+    return files
+
+
+class _SoundReader:
+    """Reads WAV files as the inputs of a model of sounds."""
+
+    def __init__(self, directory: str) -> None:
+        self.extractor: Any = AutoFeatureExtractor.from_pretrained(directory)  # type: ignore[no-untyped-call]
+
+    def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
+        """Return the inputs for some files."""
+        rate = self.extractor.sampling_rate
+        sounds = [read_sound(path, rate) for path in files]
+        return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
+
+    @staticmethod
+    def new_tokens(model: Any) -> int:
+        """Return how many tokens a model may write."""
+        positions = getattr(model.config, "max_target_positions", MAX_NEW_TOKENS)
+        return int(min(MAX_NEW_TOKENS, positions // 2))
+
+
+def read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
+    """Read a WAV file as one channel at a sampling rate, in −1 … 1.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read.
+    """
+    try:
+        own_rate, sound = wavfile.read(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {first_line(error)}; sounds are read from WAV files") from error
+    largest = np.iinfo(sound.dtype).max if sound.dtype.kind == "i" else 1.0
+    values = sound.astype(np.float32) / largest
+    if values.ndim > 1:
+        values = values.mean(1)
+    if own_rate != rate:
+        common = gcd(own_rate, rate)
+        values = resample_poly(values, rate // common, own_rate // common)
+    return np.asarray(values, np.float32)

@@ -1,0 +1,169 @@
+"""Any model is a base: of one's own, of images, of sounds, or an encoder of sentences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+pytest.importorskip("PIL", reason="images are read by Pillow")
+
+from own_models import (  # noqa: E402
+    Network,
+    image_classifier,
+    own_model,
+    sentence_encoder,
+    speech_model,
+)
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from tiny_bases import TEXTS  # noqa: E402
+from torch import nn  # noqa: E402
+
+import lsrdecomp as lsr  # noqa: E402
+from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.lora.base.base_model import Base, open_base, own_base  # noqa: E402
+from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
+from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
+from lsrdecomp.lora.base.divergence import Reference  # noqa: E402
+from lsrdecomp.lora.base.forward import forward  # noqa: E402
+from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
+from lsrdecomp.lora.base.texts import read_data  # noqa: E402
+
+
+def test_a_module_of_ones_own_is_a_base(tmp_path):
+    """The share is 1 − Σ‖y_c − y_l‖² / Σ‖y_l − y_0‖² over batches that nothing else has seen."""
+    model, data, lora = own_model(tmp_path)
+    result = lsr.compress(lora, base=model, data=iter(data), keep=0.8)
+    assert result.fidelity.kept >= 0.8
+    assert result.fidelity.agreement is None
+    assert "held-out examples" in repr(result)
+    # The same share, computed here on fresh inputs.
+    fresh = torch.randn(4000, 12) * torch.linspace(0.05, 2.0, 12)
+    with torch.no_grad():
+        plain = model(fresh)
+        ours = own_base(model).with_adapter(result.save(tmp_path / "small")).model(fresh)
+        theirs = PeftModel.from_pretrained(model, str(lora))(fresh)
+    share = 1 - float((ours - theirs).square().sum() / (theirs - plain).square().sum())
+    assert share == pytest.approx(result.fidelity.kept, abs=0.05)
+
+
+def test_a_base_says_what_other_outputs_mean(tmp_path):
+    """Here classes: then agreement is measured too."""
+    model, data, lora = own_model(tmp_path)
+    numbers = own_base(model)
+    base = Base("mine", model, None, Head.classification, numbers.outputs, numbers.batches)
+    fidelity = lsr.compress(lora, base=base, data=data, ratio=2).fidelity
+    assert fidelity.base == "mine"
+    assert fidelity.agreement is not None
+
+
+def dense(weight):
+    return weight.apply(np.eye(weight.size))
+
+
+def test_statistics_of_numbers_are_those_of_gauss_and_newton(tmp_path):
+    """For a linear model y = Wx they are C = E[x xᵀ] and G = 1, whatever σ and the outputs are."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 4))
+    adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
+    base = Base("linear", adapted, None, Head.numbers, own_base(network).outputs, modules=("0",))
+    inputs = torch.randn(4000, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
+    batches = [{"0": part} for part in inputs.split(500)]
+    weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=4000, effect=False)["0"]
+    second_moments = (inputs.T @ inputs / len(inputs)).numpy()
+    np.testing.assert_allclose(dense(weights.input), second_moments, atol=0.5)
+    np.testing.assert_allclose(dense(weights.output), np.eye(4), atol=0.15)
+
+
+def test_statistics_of_a_convolution_are_those_of_its_patches(tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2))
+    adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
+    base = own_base(adapted)
+    inputs = torch.randn(600, 2, 6, 6) * torch.tensor([2.0, 0.2]).reshape(1, 2, 1, 1)
+    base = Base("c", adapted, None, Head.numbers, base.outputs, modules=("0",))
+    batches = [{"0": part} for part in inputs.split(200)]
+    weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=600, effect=False)["0"]
+    # A change D of the weight changes the outputs by D * x, so that ‖G^½ D C^½‖² = Σ‖D * x‖².
+    change = torch.randn(3, 2, 3, 3)
+    moved = nn.functional.conv2d(inputs, change, padding=1, stride=2).square().sum() / len(inputs)
+    matrix = change.reshape(3, 18).numpy()
+    estimate = np.trace(dense(weights.output) @ matrix @ dense(weights.input) @ matrix.T)
+    assert estimate == pytest.approx(float(moved), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "unit"),
+    [(image_classifier, "images", "example"), (speech_model, "sounds", "token")],
+)
+def test_a_folder_is_enough_for_images_and_sounds(tmp_path, make, data, unit):
+    make(tmp_path)
+    result = lsr.compress(tmp_path / "lora", base=tmp_path / "base", data=tmp_path / data, keep=0.5)
+    assert result.fidelity.kept > 0.5
+    assert result.fidelity.unit == unit
+    assert result.fidelity.data == data
+
+
+def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):
+    sentence_encoder(tmp_path)
+    base = open_base(tmp_path / "base", tmp_path / "lora")
+    assert base.head is Head.numbers
+    tokens = base.tokenizer([text for text, _ in TEXTS[:4]], padding=True, return_tensors="pt")
+    embeddings = base.outputs(base.model, dict(tokens))
+    assert embeddings.shape == (4, 16)
+    np.testing.assert_allclose(embeddings.norm(dim=-1).detach(), 1.0, rtol=1e-5)
+    # Padding counts for nothing.
+    alone = base.tokenizer([TEXTS[0][0]], return_tensors="pt")
+    torch.testing.assert_close(
+        base.outputs(base.model, dict(alone))[0], embeddings[0], rtol=1e-4, atol=1e-5
+    )
+    texts = [f"w{i % 30} w{(i * 7) % 29} w{(i * i) % 13}" for i in range(80)]
+    result = lsr.compress(tmp_path / "lora", base=tmp_path / "base", data=texts, keep=0.7)
+    assert result.fidelity.kept >= 0.7
+    assert result.fidelity.agreement is None
+
+
+def test_batches_come_apart_and_together_again():
+    batch = {"x": torch.arange(6.0).reshape(3, 2), "t": torch.tensor(5), "more": [torch.ones(3, 1)]}
+    rows = split_rows(batch)
+    assert [row["x"].tolist() for row in rows] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
+    (joined,) = join_rows(rows, 8)
+    assert torch.equal(joined["x"], batch["x"])
+    assert torch.equal(joined["more"][0], batch["more"][0])
+    assert [examples_in(part) for part in join_rows(rows, 2)] == [2, 1]
+    # Rows that differ in what all rows of a batch share are not put together.
+    other = {**rows[0], "t": torch.tensor(6)}
+    assert len(list(join_rows([rows[0], other], 8))) == 2
+    assert as_batch((1, torch.ones(2))).keys() == {"0", "1"}
+
+
+def test_what_is_no_batch_is_refused(tmp_path):
+    model, _, lora = own_model(tmp_path)
+    with pytest.raises(LsrError, match="without a tensor of rows"):
+        as_batch("a text")
+    with pytest.raises(DataError, match="iterable of tensors"):
+        lsr.compress(lora, base=model, data=[f"text {i}" for i in range(40)], ratio=2)
+    with pytest.raises(DataError, match=r"data\[0\] is 3"):
+        read_data([3])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no image and no sound"):
+        read_data(tmp_path / "empty")
+
+
+def test_several_rows_of_an_example_count_as_one_example():
+    """So that the standard error is over examples, whose rows are not independent."""
+    torch.manual_seed(0)
+    network = Network()
+    adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["first"]))
+    base = Base("n", adapted, None, Head.numbers, own_base(network).outputs)
+    batch = {"0": torch.randn(6, 12), "row_counts": torch.tensor([3, 2, 1])}
+    output = forward(base, batch)
+    assert output.logits.shape == (6, 8)
+    assert output.counts.tolist() == [3, 2, 1]
+    nn.init.normal_(adapted.base_model.model.first.lora_B["default"].weight)
+    reference = Reference(base, [batch])
+    assert reference.examples == 3
+    assert int(reference.counts.sum()) == 6
