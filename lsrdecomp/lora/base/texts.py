@@ -45,7 +45,12 @@ def n_selection_texts(held_out: int, *, trains: bool) -> int:
     return round(held_out * (0.75 if trains else 0.5))
 
 
-def read_data(data: str | Path | Texts) -> list[Item]:
+def few_texts(texts: Sequence[Item]) -> bool:
+    """Return whether texts are too few to measure on, so that a model writes its own."""
+    return len({_beginning(text) for text in texts}) < MIN_TEXTS
+
+
+def read_data(data: str | Path | Texts | None) -> list[Item]:
     """Read the texts of a file, or take them as given.
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
@@ -54,9 +59,9 @@ def read_data(data: str | Path | Texts) -> list[Item]:
 
     Parameters
     ----------
-    data : str, path or sequence
+    data : str, path, sequence or None
         A file, or texts: strings, pairs ``(first, second or None)`` or
-        `PromptExample`.
+        `PromptExample`. None stands for no texts.
 
     Raises
     ------
@@ -65,6 +70,8 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     DataError
         If an element of a sequence is none of these; the message has its index.
     """
+    if data is None:
+        return []
     if not isinstance(data, str | Path):
         return [_as_item(text, index) for index, text in enumerate(data)]
     path = Path(data)
@@ -89,17 +96,17 @@ def _as_item(text: object, index: int) -> Item:
     )
 
 
-def data_name(data: str | Path | Texts) -> str:
+def data_name(data: str | Path | Texts | None) -> str:
     """Return the name of the texts in a sentence: of their file, or their number."""
     if isinstance(data, str | Path):
         return Path(data).name
-    return f"{len(data):,} texts"
+    return "no texts" if data is None else f"{len(data):,} texts"
 
 
 def split_texts(
-    texts: Sequence[Item], max_held_out: int, seed: int
+    texts: Sequence[Item], max_held_out: int, seed: int, *, max_share: float = 0.25
 ) -> tuple[list[Item], list[Item]]:
-    """Hold out texts, at most a quarter of all.
+    """Hold out texts, at most a quarter of all or another share.
 
     Texts that begin alike, such as several completions of one prompt, stay together.
 
@@ -124,7 +131,7 @@ def split_texts(
             "hundred are better"
         )
     # 2. Go through the groups in random order, and hold out each that still fits.
-    limit = max(MIN_HELD_OUT, min(max_held_out, len(texts) // 4))
+    limit = max(MIN_HELD_OUT, min(max_held_out, int(max_share * len(texts))))
     beginnings = list(groups)
     random.Random(seed).shuffle(beginnings)
     held_out: list[Item] = []

@@ -147,16 +147,13 @@ class Request:
         data = interface.argument("data")
         if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
-                f"a share to keep is measured on a base: give {base} and {data} with "
-                f"{interface.argument('keep')}; without one, as for image models, ask for a size, "
+                f"a share to keep is measured on a base: give {base}, and {data} if you have "
+                f"texts, with {interface.argument('keep')}; without a base, as for image models, "
+                "ask for a size, "
                 f"such as {_example(interface, 'ratio', 4)}"
             )
-        # 2. Refuse what the route does not read, and ask for what it needs.
+        # 2. Refuse what the route does not read.
         _refuse_unread(given, plan, goal, route, interface)
-        if route is Route.MEASURED and "data" not in given:
-            raise BudgetError(
-                f"what is kept is measured on texts of the task: give {data} with {base}"
-            )
         # 3. Make plan and settings, which check their values.
         return cls._with_checked_values(given, plan, goal, route)
 
