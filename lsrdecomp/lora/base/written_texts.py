@@ -113,12 +113,13 @@ def write_texts(
     if source.head not in (Head.causal_lm, Head.seq2seq):
         written = [(sentence, None) for sentence in _shuffled(_sentences(), f"{seed}")]
         return [text for text in written if text not in set(given)][:count]
-    writer = _TextWriter(source, seed, count, journal, on_step)
+    writer = _TextWriter(source, seed, journal, on_step)
+    texts: list[Item] = []
     # An encoder-decoder does not go on with what it reads.
     if given and source.head is Head.causal_lm:
-        texts = writer.from_prompts([_as_prompt(item) for item in given])
-    else:
-        texts = writer.from_nothing()
+        texts = writer.from_prompts([_as_prompt(item) for item in given], count)
+    if few_texts(texts):  # none were given, or the base did not go on with their list
+        texts += writer.from_nothing(count - len(texts))
     if few_texts(texts):
         raise LsrError(
             f"the model wrote only {len(texts)} different texts of its own, and {MIN_TEXTS} are "
@@ -154,18 +155,17 @@ class _TextWriter:
 
     source: Base
     seed: int
-    count: int
     journal: Journal | None
     on_step: OnStep | None
 
-    def from_nothing(self) -> list[Item]:
+    def from_nothing(self, count: int) -> list[Item]:
         """Write texts without any that are given."""
-        n_backwards = round(BACKWARDS_SHARE * self.count)
-        n_beginnings = round(BEGINNINGS_SHARE * self.count)
+        n_backwards = round(BACKWARDS_SHARE * count)
+        n_beginnings = round(BEGINNINGS_SHARE * count)
         if self.source.head is not Head.causal_lm:
             n_backwards = n_beginnings = 0
-        progress = Counter(self.on_step, "the model writes its texts", self.count, "texts")
-        n_sentences = self.count - n_backwards - n_beginnings
+        progress = Counter(self.on_step, "the model writes its texts", count, "texts")
+        n_sentences = count - n_backwards - n_beginnings
         answered = self._collect(n_sentences, self._answer_sentences, progress)
 
         def answer_backwards(number: int, missing: int) -> list[PromptExample]:
@@ -175,14 +175,14 @@ class _TextWriter:
         beginnings = self._collect(n_beginnings, self._go_on, progress)
         return _different([*answered, *backwards, *beginnings])
 
-    def from_prompts(self, given: Sequence[PromptExample]) -> list[Item]:
+    def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[Item]:
         """Write texts like a few that are given."""
-        progress = Counter(self.on_step, "the model writes texts like yours", self.count, "texts")
+        progress = Counter(self.on_step, "the model writes texts like yours", count, "texts")
 
         def answer_more(number: int, missing: int) -> list[PromptExample]:
             return self._answer_more(given, number, missing)
 
-        return _different(self._collect(self.count, answer_more, progress))
+        return _different(self._collect(count, answer_more, progress))
 
     def _collect(
         self,
@@ -190,7 +190,7 @@ class _TextWriter:
         write_round: Callable[[int, int], list[PromptExample]],
         progress: Counter,
     ) -> list[PromptExample]:
-        """Write rounds of texts until there are so many different ones, or rounds end."""
+        """Write rounds of texts until there are so many, or one brings nothing new."""
         collected: dict[str, PromptExample] = {}
         for number in range(MAX_ROUNDS):
             missing = count - len(collected)
@@ -199,6 +199,8 @@ class _TextWriter:
             before = len(collected)
             for text in write_round(number, missing)[:missing]:
                 collected.setdefault(self._prompt(text), text)
+            if len(collected) == before:
+                break
             progress.add(len(collected) - before)
         return list(collected.values())
 
@@ -314,14 +316,14 @@ class _TextWriter:
         completions: list[str] = []
         for start in range(0, len(prompts), BATCH):
             batch = list(prompts[start : start + BATCH])
-            adapter = self.source.adapter_sha256 if by_lora else ""
-            place = [self.source.name, adapter, NEW_TOKENS, self.seed, number, start]
-            key = content_key("written", place, batch)
-            completions += self._continue_batch(key, batch, by_lora)
+            seed = int(content_key(self.seed, by_lora, number, start)[:8], 16)
+            completions += self._continue_batch(batch, seed, by_lora)
         return completions
 
-    def _continue_batch(self, key: str, prompts: list[str], by_lora: bool) -> list[str]:
+    def _continue_batch(self, prompts: list[str], seed: int, by_lora: bool) -> list[str]:
         """Continue one batch, unless the journal has it."""
+        adapter = self.source.adapter_sha256 if by_lora else ""
+        key = content_key("written", self.source.name, adapter, seed, NEW_TOKENS, prompts)
         entry = None if self.journal is None else self.journal.get(key)
         if entry is not None:
             return list(entry.values)
@@ -333,7 +335,7 @@ class _TextWriter:
                 prompts,
                 new_tokens=NEW_TOKENS,
                 batch_size=BATCH,
-                seed=int(key[:8], 16),
+                seed=seed,
                 top_p=1.0 if by_lora else BASE_TOP_P,
             )
         if self.journal is not None:
