@@ -42,6 +42,7 @@ def generate(
     batch_size: int = 16,
     seed: int | None = None,
     top_p: float = 1.0,
+    end_tokens: Sequence[int] = (),
 ) -> list[str]:
     """Return the model's completion of each prompt, without special tokens.
 
@@ -61,6 +62,8 @@ def generate(
         likeliest, and completions are stripped.
     top_p : float
         Share of the probability from which tokens are sampled.
+    end_tokens : sequence of int
+        Tokens that end a completion, beside the tokenizer's own.
     """
     choice: dict[str, Any] = {"do_sample": False}
     if seed is not None:
@@ -82,7 +85,7 @@ def generate(
                 max_new_tokens=new_tokens,
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=[tokenizer.eos_token_id, *end_tokens],
                 **choice,
             )
             new_ids = output_ids[:, input_ids.shape[1] :] if returns_prompt else output_ids

@@ -23,7 +23,7 @@ import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
@@ -32,7 +32,7 @@ from lsrdecomp.lora.base.divergence import without_delta
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import Head
 from lsrdecomp.lora.base.texts import MIN_TEXTS, Item, few_texts
-from lsrdecomp.lora.base.tokens import prompt_text
+from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
 
@@ -47,7 +47,9 @@ N_WRITTEN = 160
 N_WRITTEN_TO_TRAIN = 256
 """The same where variants are trained, by batches of eight."""
 NEW_TOKENS = 48
-"""Maximum tokens of an answer, and of a prompt that a model writes."""
+"""Maximum tokens of an answer, and of a prompt that is written without an example of one."""
+MAX_PROMPT_TOKENS = 256
+"""Maximum tokens of a prompt that is written like others."""
 BATCH = 64
 """Prompts that are continued together; each such batch has a seed of its own."""
 LISTED = 4
@@ -80,6 +82,7 @@ def write_texts(
     *,
     seed: int,
     count: int = N_WRITTEN,
+    max_length: int | None = None,
     journal: Journal | None = None,
     on_step: OnStep | None = None,
 ) -> list[Item]:
@@ -95,6 +98,8 @@ def write_texts(
         The same seed writes the same texts.
     count : int
         Maximum texts.
+    max_length : int, optional
+        Maximum tokens of a text with its answer; absent, those that the model can read.
     journal : Journal, optional
         Keeps what was written, so that a killed run goes on.
     on_step : callable, optional
@@ -113,19 +118,19 @@ def write_texts(
     if source.head not in (Head.causal_lm, Head.seq2seq):
         written = [(sentence, None) for sentence in _shuffled(_sentences(), f"{seed}")]
         return [text for text in written if text not in set(given)][:count]
-    writer = _TextWriter(source, seed, journal, on_step)
-    texts: list[Item] = []
+    writer = _TextWriter(source, seed, max_length or _max_positions(source), journal, on_step)
+    texts: list[PromptExample] = []
     # An encoder-decoder does not go on with what it reads.
     if given and source.head is Head.causal_lm:
         texts = writer.from_prompts([_as_prompt(item) for item in given], count)
     if few_texts(texts):  # none were given, or the base did not go on with their list
-        texts += writer.from_nothing(count - len(texts))
+        texts = _different([*texts, *writer.from_nothing(count - len(texts))])
     if few_texts(texts):
         raise LsrError(
             f"the model wrote only {len(texts)} different texts of its own, and {MIN_TEXTS} are "
             "needed: give texts of the LoRA's task by --data (data= in Python)"
         )
-    return texts
+    return list(texts)
 
 
 def _sentences() -> list[str]:
@@ -155,10 +160,11 @@ class _TextWriter:
 
     source: Base
     seed: int
+    max_length: int
     journal: Journal | None
     on_step: OnStep | None
 
-    def from_nothing(self, count: int) -> list[Item]:
+    def from_nothing(self, count: int) -> list[PromptExample]:
         """Write texts without any that are given."""
         n_backwards = round(BACKWARDS_SHARE * count)
         n_beginnings = round(BEGINNINGS_SHARE * count)
@@ -173,26 +179,32 @@ class _TextWriter:
 
         backwards = self._collect(n_backwards, answer_backwards, progress)
         beginnings = self._collect(n_beginnings, self._go_on, progress)
-        return _different([*answered, *backwards, *beginnings])
+        texts = _different([*answered, *backwards, *beginnings])
+        # Further sentences make up for what the last two did not bring.
+        further = self._collect(
+            count - len(texts), self._answer_sentences, progress, first_round=MAX_ROUNDS
+        )
+        return _different([*texts, *further])
 
-    def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[Item]:
+    def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
         progress = Counter(self.on_step, "the model writes texts like yours", count, "texts")
 
         def answer_more(number: int, missing: int) -> list[PromptExample]:
             return self._answer_more(given, number, missing)
 
-        return _different(self._collect(count, answer_more, progress))
+        return self._collect(count, answer_more, progress)
 
     def _collect(
         self,
         count: int,
         write_round: Callable[[int, int], list[PromptExample]],
         progress: Counter,
+        first_round: int = 0,
     ) -> list[PromptExample]:
         """Write rounds of texts until there are so many, or one brings nothing new."""
         collected: dict[str, PromptExample] = {}
-        for number in range(MAX_ROUNDS):
+        for number in range(first_round, first_round + MAX_ROUNDS):
             missing = count - len(collected)
             if missing <= 0:
                 break
@@ -218,7 +230,10 @@ class _TextWriter:
         answers = _shuffled([text.completion.strip() for text in answered], f"{self.seed} {number}")
         answers = [answer for answer in answers if answer][:missing]
         written = self._continue(
-            [BACKWARDS.format(answer) for answer in answers], by_lora=False, number=number
+            [BACKWARDS.format(answer) for answer in answers],
+            by_lora=False,
+            number=number,
+            end="\n",
         )
         first_lines = [text.strip().split("\n")[0].strip() for text in written]
         prompts = [
@@ -255,18 +270,23 @@ class _TextWriter:
         # 1. Lists of prompts without their common ending. Where prompts have one line each, what
         #    the base writes ends with its line, else with its paragraph.
         separator = "\n\n"
-        last = "\n" if not any("\n" in core for core in cores) else separator
+        end = separator if any("\n" in core for core in cores) else "\n"
+        n_tokens = max(len(ids) for ids in self.source.tokenizer(cores)["input_ids"])
+        new_tokens = min(MAX_PROMPT_TOKENS, n_tokens + n_tokens // 4)
+        n_listed = min(LISTED, len(cores), max(1, (self.max_length - new_tokens) // (n_tokens + 2)))
         lists = []
         for _ in range(missing):
-            chosen = generator.sample(cores, min(LISTED, len(cores)))
+            chosen = generator.sample(cores, n_listed)
             lists.append(separator.join([*chosen, beginning]))
-        written = self._continue(lists, by_lora=False, number=number)
+        written = self._continue(
+            lists, by_lora=False, number=number, new_tokens=new_tokens, end=end
+        )
         # 2. Keep what is about as long as the given prompts, and none of them.
         lengths = [len(core) - len(beginning) for core in cores]
         shortest, longest = min(lengths) // 2, 2 * max(lengths)
         prompts = []
         for text in written:
-            core = text.strip("\n").split(last)[0].rstrip()
+            core = text.split(end)[0].rstrip()
             body = f"{beginning}{core}{ending}"
             if core.strip() and shortest <= len(core) <= longest and body not in bodies:
                 prompts.append(_with_body(given[len(prompts) % len(given)], body))
@@ -311,19 +331,39 @@ class _TextWriter:
             messages.append({"role": "assistant", "content": "-"})
         return prompt_text(replace(example, messages=tuple(messages)), self.source.tokenizer)
 
-    def _continue(self, prompts: Sequence[str], *, by_lora: bool, number: int = 0) -> list[str]:
-        """Return how the LoRA, or the base alone, goes on with each prompt."""
-        completions: list[str] = []
-        for start in range(0, len(prompts), BATCH):
-            batch = list(prompts[start : start + BATCH])
+    def _continue(
+        self,
+        prompts: Sequence[str],
+        *,
+        by_lora: bool,
+        number: int = 0,
+        new_tokens: int | None = None,
+        end: str = "",
+    ) -> list[str]:
+        """Return how the LoRA, or the base alone, goes on with each prompt.
+
+        That of a prompt that leaves no room is empty. ``end`` ends a text beside the model's own.
+        """
+        new_tokens = NEW_TOKENS if new_tokens is None else new_tokens
+        completions = [""] * len(prompts)
+        lengths = [len(self.source.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        fitting = [i for i, n in enumerate(lengths) if n + new_tokens < self.max_length]
+        for start in range(0, len(fitting), BATCH):
+            chosen = fitting[start : start + BATCH]
             seed = int(content_key(self.seed, by_lora, number, start)[:8], 16)
-            completions += self._continue_batch(batch, seed, by_lora)
+            written = self._continue_batch(
+                [prompts[i] for i in chosen], seed, by_lora, new_tokens, end
+            )
+            for i, text in zip(chosen, written, strict=True):
+                completions[i] = text
         return completions
 
-    def _continue_batch(self, prompts: list[str], seed: int, by_lora: bool) -> list[str]:
+    def _continue_batch(
+        self, prompts: list[str], seed: int, by_lora: bool, new_tokens: int, end: str
+    ) -> list[str]:
         """Continue one batch, unless the journal has it."""
         adapter = self.source.adapter_sha256 if by_lora else ""
-        key = content_key("written", self.source.name, adapter, seed, NEW_TOKENS, prompts)
+        key = content_key("written", self.source.name, adapter, seed, new_tokens, end, prompts)
         entry = None if self.journal is None else self.journal.get(key)
         if entry is not None:
             return list(entry.values)
@@ -333,10 +373,11 @@ class _TextWriter:
                 model,
                 self.source.tokenizer,
                 prompts,
-                new_tokens=NEW_TOKENS,
+                new_tokens=new_tokens,
                 batch_size=BATCH,
                 seed=seed,
                 top_p=1.0 if by_lora else BASE_TOP_P,
+                end_tokens=_tokens_with(self.source.tokenizer, end) if end else (),
             )
         if self.journal is not None:
             self.journal.put(key, values=completions)
@@ -375,6 +416,22 @@ def _first_third(text: str) -> list[str]:
     return words[: max(1, len(words) // 3)]
 
 
+def _max_positions(source: Base) -> int:
+    """Return how many tokens a model reads at most."""
+    config: Any = getattr(source.model, "config", None)
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return min(limit, DEFAULT_PROMPT_LENGTH)
+    return DEFAULT_PROMPT_LENGTH
+
+
+def _tokens_with(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens that have a text in them."""
+    every = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
+    return [index for index, token in enumerate(every) if text in token]
+
+
 def _common_beginning(texts: Sequence[str]) -> str:
     """Return what all texts begin with."""
     first, last = min(texts), max(texts)
@@ -390,9 +447,9 @@ def _is_answer(prompt: str, completion: str) -> bool:
     return bool(answer) and not answer.startswith(prompt.strip())
 
 
-def _different(texts: Sequence[PromptExample]) -> list[Item]:
+def _different(texts: Sequence[PromptExample]) -> list[PromptExample]:
     """Return texts, each prompt once."""
-    by_prompt: dict[tuple[str, str], Item] = {}
+    by_prompt: dict[tuple[str, str], PromptExample] = {}
     for text in texts:
         by_prompt.setdefault((text.prompt, _body(text)), text)
     return list(by_prompt.values())

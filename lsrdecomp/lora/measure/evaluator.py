@@ -157,6 +157,7 @@ class Evaluator:
                 texts,
                 seed=self.settings.seed,
                 count=count,
+                max_length=self.settings.max_length,
                 journal=journal,
                 on_step=on_step,
             )

@@ -21,8 +21,8 @@ from lsrdecomp.lora.base.written_texts import write_texts  # noqa: E402
 from lsrdecomp.lora.files import Journal  # noqa: E402
 
 GIVEN = [
-    PromptExample(f"user {first} {second} assistant", " one", "here")
-    for first, second in [("one", "two"), ("three", "two"), ("six", "five"), ("four", "one")]
+    PromptExample(f"user {words} assistant", " one", "here")
+    for words in ("one two three four", "three two assistant six", "six five one", "four user two")
 ]
 
 
@@ -73,8 +73,7 @@ def test_a_chat_template_is_a_form_where_there_is_one(source, monkeypatch):
     assert len(chats) < len(texts)
 
 
-def test_prompts_like_the_given_ones_keep_their_form_and_are_new(source, monkeypatch):
-    monkeypatch.setattr(written_texts, "NEW_TOKENS", 3)
+def test_prompts_like_the_given_ones_keep_their_form_and_are_new(source):
     texts = write_texts(source, GIVEN, seed=0, count=40)
     given = {example.prompt for example in GIVEN}
     assert all(text.prompt.startswith("user ") for text in texts)
@@ -83,7 +82,14 @@ def test_prompts_like_the_given_ones_keep_their_form_and_are_new(source, monkeyp
 
 
 def test_where_the_base_does_not_go_on_with_a_list_it_writes_as_without_one(source, monkeypatch):
-    monkeypatch.setattr(written_texts, "NEW_TOKENS", 40)  # every line is far too long
+    generate = written_texts.generate
+
+    def silent_base(*arguments, **options):
+        if options["top_p"] < 1.0:  # as the base is asked
+            return [""] * len(arguments[2])
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(written_texts, "generate", silent_base)
     texts = write_texts(source, GIVEN, seed=0, count=40)
     assert any(text.prompt.startswith("Question:") for text in texts)
 
