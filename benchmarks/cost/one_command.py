@@ -83,7 +83,7 @@ OTHER_BASES = {
     "gemma-3-270m keep .95 distil 60": Command("e2e", KEEP_95),
 }
 """Commands that are only run by name."""
-TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150}
+TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150, "tickets": 110}
 """Steps of eight prompts with which a LoRA of a task is trained."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -173,7 +173,7 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
         "dev_data": str(arguments.tasks / task / "held.jsonl"),
         "dev_examples": 16,
         "steps": arguments.train_steps or TRAINING_STEPS[task],
-        "rate": 1e-3,
+        "learning_rate": 1e-3,
         "batch": 8,
         "precision": "bfloat16-autocast",
         "samples": 0,

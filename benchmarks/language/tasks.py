@@ -10,6 +10,7 @@ held.jsonl. A task whose files are not there is left out and named; arithmetic n
 - Extraction: the same files the other way round, a sentence to its meaning representation.
 - GLUE's sentences become prompts whose completion is a word.
 - Arithmetic: sums of prices with the way to the answer, made by a seed.
+- Tickets: messages to a shop to the line that its clerk writes down, made by a seed.
 """
 
 from __future__ import annotations
@@ -121,12 +122,56 @@ def arithmetic(directory: Path) -> tuple[list[Row], list[Row]]:
     return made[: -10 * HELD], made[-10 * HELD :]
 
 
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+COMPLAINTS = {
+    "late": ("has still not arrived", "was due on {day} and is not here", "is lost, I fear"),
+    "broken": ("came in pieces", "broke on {day}", "does not work any more since {day}"),
+    "wrong": ("is not what I ordered", "has the wrong size", "is blue, and I asked for red"),
+    "praise": ("is lovely, thank you", "came early on {day}, well done", "is just what I wanted"),
+}
+"""What customers say of an order, by the word with which a clerk files it."""
+MESSAGES = (
+    "Hello, this is {name}. The {item} of order {order} {complaint}. {wish}",
+    "My {item} {complaint}. {wish} The order is {order}. {name}",
+    "Order {order}: the {item} {complaint}. {wish} Yours, {name}",
+    "{wish} The {item} {complaint}. I am {name}, order {order}.",
+)
+WISHES = {
+    "refund": ("I want my money back.", "Please refund me.", "Kindly return what I paid."),
+    "replace": ("Please send another.", "Can you exchange it?", "I would like a new one."),
+    "call": ("Please call me.", "Ring me on {day}.", "Could somebody phone me?"),
+}
+
+
+def tickets(directory: Path) -> tuple[list[Row], list[Row]]:
+    """Messages to a shop to a line of four fields."""
+    rng = np.random.default_rng(SEED)
+    rows: dict[str, Row] = {}
+    while len(rows) < TRAIN + 10 * HELD:
+        kind = str(rng.choice(list(COMPLAINTS)))
+        wish = str(rng.choice(list(WISHES)))
+        day = rng.choice(DAYS)
+        words = {
+            "name": rng.choice(NAMES),
+            "item": str(rng.choice(ITEMS))[:-1],
+            "order": int(rng.integers(100, 10_000)),
+            "complaint": str(rng.choice(COMPLAINTS[kind])).format(day=day),
+            "wish": str(rng.choice(WISHES[wish])).format(day=rng.choice(DAYS)),
+        }
+        prompt = f"{str(rng.choice(MESSAGES)).format(**words)}\nTicket:"
+        entry = f" #{words['order']} {words['item']} | {kind} | {wish} | {words['name']}"
+        rows[prompt] = {"prompt": prompt, "completion": entry}
+    made = list(rows.values())
+    return made[: -10 * HELD], made[-10 * HELD :]
+
+
 TASKS: dict[str, Callable[[Path], tuple[list[Row], list[Row]]]] = {
     "e2e": e2e,
     "extraction": extraction,
     "sst2": sst2,
     "cola": cola,
     "arithmetic": arithmetic,
+    "tickets": tickets,
 }
 
 

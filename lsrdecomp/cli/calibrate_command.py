@@ -71,8 +71,9 @@ def calibrate(
     """Measure the layers of a base on texts, for compress --calibrated.
 
     Writes the covariances of their inputs and gradients. No labels are needed: answers are sampled
-    from the model itself. Takes one forward and one backward pass per batch; started again after a
-    kill, it resumes. The statistics serve every adapter of this base with the same layers.
+    from the model itself, which also writes the texts if there are none. Takes one forward and one
+    backward pass per batch; started again after a kill, it resumes. The statistics serve every
+    adapter of this base with the same layers.
 
     Memory beside the base: the covariances of all layers (--max-memory), and the activations of
     one batch (--batch).
@@ -87,11 +88,14 @@ def calibrate(
         from lsrdecomp.lora.base.base_model import load_base
         from lsrdecomp.lora.base.calibrate import calibrate as run
         from lsrdecomp.lora.base.text_profile import TextProfile
+        from lsrdecomp.lora.files import Journal
     with tables.quiet():
         base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
-    examples = questions.read()
-    rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
-    with follow(quiet=quiet) as show:
+    # Texts that the model writes wait in a journal of their own until the statistics are written.
+    texts_journal = Journal.beside(out.with_name(f"{out.name}.texts"))
+    with texts_journal, follow(quiet=quiet) as show:
+        examples = questions.read(base_model, seed=seed, journal=texts_journal, step=show)
+        rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
         statistics = run(
             base_model,
             rounds,

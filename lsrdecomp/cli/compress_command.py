@@ -100,7 +100,10 @@ def compress(
         typer.Option(help="Base model to measure on: a name, a directory, smollm2, …"),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="With --base: texts of the task; no labels are needed.")
+        Path | None,
+        typer.Option(
+            help="With --base: texts of the task, no labels [default: the model writes its own]."
+        ),
     ] = None,
     storage: Storage = None,
     workers: Annotated[
@@ -120,9 +123,10 @@ def compress(
 ) -> None:
     """Make a LoRA adapter smaller; PEFT opens the result.
 
-    With --base and --data, --keep 0.95 finds the smallest version that keeps 95 % of the LoRA's
-    effect on held-out texts; bit widths are chosen automatically. --distil 200 also trains smaller
-    versions on the LoRA's own answers, without labels.
+    With --base, --keep 0.95 finds the smallest version that keeps 95 % of the LoRA's effect on
+    held-out texts of --data; with few texts or none the model writes its own. Bit widths are chosen
+    automatically. --distil 200 also trains smaller versions on the LoRA's own answers, without
+    labels.
 
     Without a base the goal is a size (--ratio, --params, --bytes), an error (--rtol, --energy) or
     a rank (--max-rank). With --calibrated an estimate of the output error is minimized (Fisher

@@ -24,8 +24,12 @@ def distil(
     teacher: Annotated[Path, typer.Option(help="PEFT directory of the LoRA it was made from.")],
     base: Annotated[str, typer.Option(help="Base model: a name or a directory.")],
     data: Annotated[
-        Path, typer.Option(help="Texts of the task, without labels; some are held out.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Texts of the task, without labels; some are held out [default: the model writes "
+            "its own]."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         NEW_DIRECTORY,

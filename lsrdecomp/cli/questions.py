@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lsrdecomp.lora.base.base_model import Base
-    from lsrdecomp.lora.base.dataset import PromptExample, TextPair
+    from lsrdecomp.lora.base.texts import Item
+    from lsrdecomp.lora.files import Journal
+    from lsrdecomp.lora.files.progress import OnStep
     from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 SETTINGS = ("max_length", "truncate", "dtype")
@@ -24,7 +26,7 @@ SETTINGS = ("max_length", "truncate", "dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """Options of a source of questions: one of two."""
+    """Options of a source of questions: one of two, or none, where the model writes its own."""
 
     data: Annotated[
         Path | None,
@@ -51,13 +53,13 @@ class Questions:
         return sum(path is not None for path in (self.text, self.data))
 
     def check(self, settings: EvaluatorSettings) -> None:
-        """Refuse none and more than one, and options that would do nothing.
+        """Refuse more than one source, and options that would do nothing.
 
         Raises
         ------
         LsrError
         """
-        if self.sources != 1:
+        if self.sources > 1:
             raise LsrError("give one of --data FILE.jsonl and --text FILE")
         if self.data is None and settings.truncate:
             raise LsrError(
@@ -67,14 +69,18 @@ class Questions:
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def read(self) -> list[PromptExample] | list[TextPair]:
-        """Return the examples of the source."""
+    def read(
+        self, base: Base, *, seed: int, journal: Journal | None = None, step: OnStep | None = None
+    ) -> Sequence[Item]:
+        """Return the examples of the source; without one ``base`` writes them with its adapter."""
         from lsrdecomp.lora.base.dataset import read_examples, read_text_pairs
+        from lsrdecomp.lora.base.written_texts import write_texts
 
         if self.data is not None:
             return read_examples(self.data)
-        assert self.text is not None
-        return read_text_pairs(self.text)
+        if self.text is not None:
+            return read_text_pairs(self.text)
+        return write_texts(base, seed=seed, journal=journal, on_step=step)
 
     def batches(
         self,
@@ -87,8 +93,9 @@ class Questions:
     ) -> Iterator[dict[str, Tensor]]:
         """Return batches of what `read` returned, in an order drawn from ``seed``."""
         from lsrdecomp.lora.base.batches import prompt_batches, text_batches
+        from lsrdecomp.lora.base.dataset import PromptExample
 
-        if self.data is not None:
+        if isinstance(examples[0], PromptExample):
             return prompt_batches(
                 base,
                 examples,

@@ -89,8 +89,8 @@ def verify(
     """Measure a written adapter against its source.
 
     Its errors are compared with those that were recorded. Exit code 1 if they differ, 3 if none
-    were recorded or a record is missing. With --base and texts the outputs of the two adapters are
-    compared too; no labels are needed.
+    were recorded or a record is missing. With --base the outputs of the two adapters are compared
+    too, on unlabelled texts; without --data and --text the model writes its own.
 
     verify ADAPTER --server URL asks a running server whether the adapter is active, and with --base
     at which scale. Exit code 1 if it is not.
@@ -115,10 +115,12 @@ def verify(
     behaviour = None
     with follow(quiet=display.quiet) as step:
         result = lora.measure.verify(original, compressed, on_step=step)
-        if base is not None and questions.sources:
+        # A base that is needed to read the source is asked for its outputs only if texts are given.
+        if base is not None and (questions.sources or not is_for_source):
             pair = _model_pair(base, source, written, device, settings.dtype)
             behaviour = _behaviour(pair, questions, settings, batch, step)
-    _show(result, behaviour, display, json)
+    n_given = None if questions.sources else 0
+    _show(result, behaviour, n_given, display, json)
     tables.write_json(_figures(result, behaviour, base), json)
     for complaint in _complaints(result, source, written):
         tables.say(complaint)
@@ -173,11 +175,11 @@ def _reply_sentences(reply: lora.measure.ServerMeasurement, url: str) -> Iterato
 def _check_base(
     base: str | None, questions: Questions, settings: EvaluatorSettings, *, is_for_source: bool
 ) -> None:
-    """Raise `LsrError` unless base and questions were both named, or neither; find the base.
+    """Raise `LsrError` for questions without a base, or several sources; find the base.
 
     ``is_for_source`` says that a base alone has a use: ΔW of the source is known only beside it.
     """
-    if (base is None) != (questions.sources == 0) and not is_for_source:
+    if base is None and questions.sources:
         raise LsrError(
             "answers are compared on a base: give --base with --data FILE.jsonl or --text FILE"
         )
@@ -220,7 +222,7 @@ def _behaviour(
     from lsrdecomp.lora.base.divergence import Reference
 
     source, written = pair
-    examples = questions.read()
+    examples = questions.read(source, seed=0, step=step)
     batches = questions.batches(source, examples, settings, size=size, seed=0)
     answered = Counter(step, "comparing answers", len(examples), "examples")
 
@@ -235,6 +237,7 @@ def _behaviour(
 def _show(
     result: lora.measure.Verification,
     behaviour: Behaviour | None,
+    n_given: int | None,
     display: Display,
     json: Path | None,
 ) -> None:
@@ -242,7 +245,7 @@ def _show(
     tables.show(json, verification_table(result, each=display.each), wide=display.wide)
     tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
-        tables.show(json, *_sentences(behaviour))
+        tables.show(json, *_sentences(behaviour, n_given))
 
 
 def _figures(
@@ -272,8 +275,11 @@ def _figures(
     return figures
 
 
-def _sentences(behaviour: Behaviour) -> Iterator[str]:
-    """Yield how the answers differ, in words."""
+def _sentences(behaviour: Behaviour, n_given: int | None) -> Iterator[str]:
+    """Yield how the answers differ, in words.
+
+    ``n_given`` is 0 if the model wrote the texts itself, None if not.
+    """
     yield (
         f"KL to the source {behaviour.kl:.4g} nats per {behaviour.unit}, on "
         f"{behaviour.answers:,} {behaviour.unit}s; {behaviour.effect:.4g} without an adapter."
@@ -282,7 +288,11 @@ def _sentences(behaviour: Behaviour) -> Iterator[str]:
         error = ""
         if behaviour.standard_error is not None:
             error = f" ± {100 * behaviour.standard_error:.1f}"
-        yield f"Keeps {100 * behaviour.kept:.1f}{error} % of the source's effect."
+        texts = ""
+        if n_given is not None:
+            described = lora.measure.describe_written(n_given)
+            texts = f" on {behaviour.examples} {described}"
+        yield f"Keeps {100 * behaviour.kept:.1f}{error} % of the source's effect{texts}."
     if behaviour.agreement is not None:
         exact = behaviour.exact_match_text()
         yield f"The top prediction agrees on {100 * behaviour.agreement:.1f} %{exact}."

@@ -1,4 +1,4 @@
-"""Completions of prompts by a language model, decoded greedily."""
+"""Completions of prompts by a language model, decoded greedily or sampled."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def generate(
     new_tokens: int,
     autocast: bool = False,
     batch_size: int = 16,
+    seed: int | None = None,
+    top_p: float = 1.0,
+    end_tokens: Sequence[int] = (),
 ) -> list[str]:
-    """Return the model's completion of each prompt, by greedy decoding, without special tokens.
+    """Return the model's completion of each prompt, without special tokens.
 
     Parameters
     ----------
@@ -54,10 +57,22 @@ def generate(
         Compute matrix products in bfloat16.
     batch_size : int
         Prompts that are completed together; they are sorted by length.
+    seed : int, optional
+        Seed of sampled completions, which keep white space around them; absent, each token is the
+        likeliest, and completions are stripped.
+    top_p : float
+        Share of the probability from which tokens are sampled.
+    end_tokens : sequence of int
+        Tokens that end a completion, beside the tokenizer's own.
     """
+    choice: dict[str, Any] = {"do_sample": False}
+    if seed is not None:
+        choice = {"do_sample": True, "temperature": 1.0, "top_p": top_p, "top_k": 0}
     shortest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     completions = [""] * len(prompts)
-    with evaluation_mode(model, autocast=autocast) as device:
+    # Encoder-decoder models return the completion alone.
+    returns_prompt = not getattr(model.config, "is_encoder_decoder", False)
+    with evaluation_mode(model, autocast=autocast) as device, _own_seed(seed):
         for start in range(0, len(prompts), batch_size):
             chosen = shortest_first[start : start + batch_size]
             encoded = tokenizer(
@@ -68,13 +83,24 @@ def generate(
                 input_ids=input_ids,
                 attention_mask=encoded["attention_mask"].to(device),
                 max_new_tokens=new_tokens,
-                do_sample=False,
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=[tokenizer.eos_token_id, *end_tokens],
+                **choice,
             )
-            new_ids = output_ids[:, input_ids.shape[1] :]
+            new_ids = output_ids[:, input_ids.shape[1] :] if returns_prompt else output_ids
             texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
             for i, text in zip(chosen, texts, strict=True):
-                completions[i] = text.strip()
+                completions[i] = text.strip() if seed is None else text
     return completions
+
+
+@contextmanager
+def _own_seed(seed: int | None) -> Iterator[None]:
+    """Seed torch's random numbers inside a ``with`` block; outside they go on as before."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

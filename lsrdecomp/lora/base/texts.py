@@ -71,7 +71,12 @@ def n_selection_texts(held_out: int, *, trains: bool) -> int:
     return round(held_out * (0.75 if trains else 0.5))
 
 
-def read_data(data: str | Path | Texts) -> list[Item]:
+def few_texts(texts: Sequence[Item]) -> bool:
+    """Return whether texts are too few to measure on, so that a model writes its own."""
+    return len({_beginning(text) for text in texts}) < MIN_TEXTS
+
+
+def read_data(data: str | Path | Texts | None) -> list[Item]:
     """Read the texts of a file, or take them as given.
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or
@@ -83,7 +88,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     data : str, path or iterable
         A file or folder, or texts: strings, pairs ``(first, second or None)`` or
         `PromptExample`; or batches: tensors, tuples or dictionaries of them, with a row for each
-        example.
+        example. None stands for no texts.
 
     Raises
     ------
@@ -92,6 +97,8 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     DataError
         If an element of a sequence is none of these; the message has its index.
     """
+    if data is None:
+        return []
     if not isinstance(data, str | Path):
         items: list[Item] = []
         for index, element in enumerate(data):
@@ -187,9 +194,9 @@ def data_name(data: str | Path | Texts | None) -> str:
 
 
 def split_texts(
-    texts: Sequence[Item], max_held_out: int, seed: int
+    texts: Sequence[Item], max_held_out: int, seed: int, *, max_share: float = 0.25
 ) -> tuple[list[Item], list[Item]]:
-    """Hold out texts, at most a quarter of all.
+    """Hold out texts, at most a quarter of all or another share.
 
     Texts that begin alike, such as several completions of one prompt, stay together.
 
@@ -214,7 +221,7 @@ def split_texts(
             "hundred are better"
         )
     # 2. Go through the groups in random order, and hold out each that still fits.
-    limit = max(MIN_HELD_OUT, min(max_held_out, len(texts) // 4))
+    limit = max(MIN_HELD_OUT, min(max_held_out, int(max_share * len(texts))))
     beginnings = list(groups)
     random.Random(seed).shuffle(beginnings)
     held_out: list[Item] = []

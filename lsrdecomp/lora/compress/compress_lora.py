@@ -121,8 +121,9 @@ def compress(
         outputs of a model of your own a `lora.base.base_model.Base`. With it, what is kept is
         measured: ``result.fidelity``.
     data : path or iterable, optional
-        With ``base``: texts of the task, without labels; a folder of images or sounds; prompts of a
-        diffusion model, which needs none; for a model of your own batches of its arguments.
+        With ``base``: texts of the task, without labels; of fewer than 32 a language model writes
+        more, and without any its own. Or a folder of images or sounds; prompts of a diffusion
+        model, which needs none; for a model of your own batches of its arguments.
     distil : int, optional
         With ``base``: also train on the LoRA's answers, for so many steps.
     statistics : Statistics, str or path, optional
@@ -172,8 +173,8 @@ def compress(
        in int4 the same bytes leave an error of about 0.15..., not 0.525: bytes=...
        not on disk before save(directory)
 
-    With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl",
-    keep=0.95).save("small/")``.
+    With a base: ``lsr.compress("my-lora/", base="smollm2", keep=0.95).save("small/")``, and
+    ``data="prompts.jsonl"`` if there are texts.
     """
     # A request refuses settings that have no use with its goal. None and the default number of
     # workers are not settings.
@@ -328,13 +329,13 @@ def _compress_measured(
     steps.begin("opening the base")  # announced before torch is loaded, which takes seconds
     check_reachable(request.base)
     texts = data_for(request.base, request.data)
-    evaluator = _open_base(checkpoint, request, settings, texts, steps)
+    folder = TemporaryDirectory()
+    journal = request.journal or Journal(Path(folder.name) / "journal")
+    evaluator = _open_base(checkpoint, request, settings, texts, journal, steps)
     target_share = _target_share(request, settings, evaluator)
     # 2. Measure the norm in which errors count.
     from lsrdecomp.lora.compress.variants import VariantCache  # with torch, which is loaded by now
 
-    folder = TemporaryDirectory()
-    journal = request.journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     notes = [*_differences_of_texts(statistics, texts, data_name(request.data)), *norm.doubts]
@@ -391,6 +392,7 @@ def _open_base(
     request: Request,
     settings: MeasuredSettings,
     texts: Sequence[Item],
+    journal: Journal,
     steps: PlannedSteps,
 ) -> Evaluator:
     """Open the base with the LoRA on it, and run the LoRA on the texts that are held out."""
@@ -403,6 +405,7 @@ def _open_base(
         settings,
         chooses=request.plan is None or request.plan.kl is not None,
         trains=bool(settings.distil),
+        journal=journal,
         on_step=steps,
     )
 

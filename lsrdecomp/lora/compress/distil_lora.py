@@ -75,7 +75,7 @@ def distil(
     directory: str | Path,
     *,
     base: str | Path,
-    data: str | Path | Texts,
+    data: str | Path | Texts | None = None,
     teacher: str | Path,
     out: str | Path | None = None,
     force: bool = False,
@@ -97,8 +97,9 @@ def distil(
         A directory that `compress` wrote.
     base : str or path
         The base model, by name or directory.
-    data : path or sequence of texts
-        Texts of the task, without labels: a file with a text a line, or as for `read_data`.
+    data : path or sequence of texts, optional
+        Texts of the task, without labels: a file with a text a line, or as for `read_data`. If they
+        are too few the model writes texts itself.
     teacher : path
         The LoRA that ``directory`` was made from, a PEFT directory.
     out : path, optional
@@ -147,7 +148,7 @@ def distil(
     with needs("distillation", "peft"):
         from accelerate import PartialState
 
-        from lsrdecomp.lora.base.texts import data_name, read_data
+        from lsrdecomp.lora.base.texts import data_name, few_texts, read_data
         from lsrdecomp.lora.compress.variants import distil_variant
         from lsrdecomp.lora.measure.evaluator import Evaluator
     # 1. Open what is given, and check it before work is done.
@@ -168,9 +169,17 @@ def distil(
     processes = PartialState(cpu=options.device in (None, "cpu"))
     if options.device == "cuda" and processes.num_processes > 1:
         options = options.replace(device=str(processes.device))
-    evaluator = Evaluator(base, source.path, texts, options, on_step=on_step)
     journal = Journal.beside(out, reads_only=not processes.is_main_process)
     with journal, TemporaryDirectory() as folder:
+        evaluator = Evaluator(
+            base,
+            source.path,
+            texts,
+            options,
+            trains=few_texts(texts),
+            journal=journal,
+            on_step=on_step,
+        )
         # 3. Train, and measure what the new numbers keep as written.
         evaluator.announce("measuring")
         variant = distil_variant(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lsrdecomp.arrays import tail_norms, to_numpy
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, UnsupportedError, needs, unknown
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.files import Checkpoint, file_or_directory, open_checkpoint, write_pairs

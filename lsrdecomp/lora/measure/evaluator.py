@@ -26,11 +26,13 @@ from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
     Item,
+    few_texts,
     n_characters,
     n_selection_texts,
     split_texts,
 )
 from lsrdecomp.lora.base.tokens import prompt_text, tokenize
+from lsrdecomp.lora.base.written_texts import N_WRITTEN, N_WRITTEN_TO_TRAIN, write_texts
 from lsrdecomp.lora.files import Checkpoint, Journal, content_key
 from lsrdecomp.lora.files.file_checks import bytes_to_open, sha256
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
@@ -65,6 +67,9 @@ TEACHER_SHARE = 0.2
 """Different batches to train on, as a share of the steps: the LoRA runs once on each. By hand."""
 MIN_BATCHES = 8
 """Minimum batches to train on; by hand."""
+WRITTEN_HELD_OUT = 0.4
+"""Maximum share of the texts that a model wrote itself that is held out: 64 of 160."""
+
 VALIDATION_BATCHES = 4
 """Batches that say when to stop, where no selection texts do; neither training nor the final
 measurement sees them. By hand."""
@@ -80,7 +85,9 @@ class Evaluator:
     lora : path
         The adapter whose behaviour is to be kept: a PEFT directory.
     texts : sequence of texts
-        Split by seed into held-out, selection and calibration texts, as `split_texts` does.
+        Split by seed into held-out, selection and calibration texts, as `split_texts` does. If they
+        are too few the model writes texts itself (`lora.base.written_texts`) that are split so;
+        those that were given are calibration texts then.
     settings : EvaluatorSettings, optional
     chooses : bool
         Whether one of many variants will be selected by what they keep. If enough texts are held
@@ -89,6 +96,8 @@ class Evaluator:
     trains : bool
         Whether variants will be trained too. Then three selection texts are set aside for four that
         are held out, and they also say when a training ends.
+    journal : Journal, optional
+        Keeps texts that the model writes.
     on_step : callable, optional
         Called with a `ProgressUpdate` before and during each part of the work.
 
@@ -106,11 +115,13 @@ class Evaluator:
     monitors_by_selection : bool
         Whether the selection texts say when a training ends.
     batch_size : int
+    n_given : int or None
+        Number of texts that were given, where the model wrote its own; None where it did not.
 
     Raises
     ------
     LsrError
-        If the texts are too few or too long, or the LoRA has no effect on them.
+        If the texts are too long, or the LoRA has no effect on them.
     CheckpointError
         If base and adapter do not fit.
 
@@ -129,23 +140,41 @@ class Evaluator:
         *,
         chooses: bool = False,
         trains: bool = False,
+        journal: Journal | None = None,
         on_step: OnStep | None = None,
     ) -> None:
         self.settings = settings or EvaluatorSettings()
         self.on_step = on_step
-        # 1. Split the texts.
-        self.held_out, remaining = self._hold_out(texts)
+        # 1. Open the base, once: adapters share its large weights.
+        self.announce("opening the base")
+        self.base, self.source = self._open(base, lora)
+        self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
+        self._check_lengths(texts)
+        # 2. Split the texts, of which the model writes more if they are too few.
+        can_write = self.base.tokenizer is not None
+        self.n_given = len(texts) if can_write and few_texts(texts) else None
+        if self.n_given is None:
+            self.held_out, remaining = self._hold_out(texts)
+        else:
+            count = N_WRITTEN_TO_TRAIN if trains else N_WRITTEN
+            written = write_texts(
+                self.source,
+                texts,
+                seed=self.settings.seed,
+                count=count,
+                max_length=self.settings.max_length,
+                journal=journal,
+                on_step=on_step,
+            )
+            self.held_out, remaining = self._hold_out(written, max_share=WRITTEN_HELD_OUT)
         n_selection = 0
         if chooses:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
-        # 2. Open the base, once: adapters share its large weights.
-        self.announce("opening the base")
-        self.base, self.source = self._open(base, lora)
+        if self.n_given is not None:
+            self.calibration_texts = [*texts, *self.calibration_texts]
         self.monitors_by_selection = trains and bool(self.selection_texts)
-        self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
-        self._check_lengths(texts)
         # 3. Run the LoRA, once: every variant is compared with its outputs.
         n_texts = len(self.held_out) + len(self.selection_texts)
         self.announce(f"the LoRA's own answers to {n_texts} held-out examples")
@@ -160,12 +189,14 @@ class Evaluator:
                 "task it was trained for"
             )
 
-    def _hold_out(self, texts: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    def _hold_out(
+        self, texts: Sequence[Item], max_share: float = 0.25
+    ) -> tuple[list[Item], list[Item]]:
         """Return held-out and remaining texts, as many as the settings say."""
         has_prompts = any(isinstance(text, PromptExample) for text in texts)
         default = HELD_OUT_PROMPTS if has_prompts else HELD_OUT
         max_held_out = self.settings.held_out or default
-        return split_texts(texts, max_held_out, self.settings.seed)
+        return split_texts(texts, max_held_out, self.settings.seed, max_share=max_share)
 
     def _open(self, base: str | Path | Base | nn.Module, lora: str | Path) -> tuple[Base, Base]:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
@@ -409,6 +440,7 @@ class Evaluator:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(weight_file(written)),
             head_bytes=source.extra_bytes,
+            n_given=self.n_given,
             **annotations,
         )
 

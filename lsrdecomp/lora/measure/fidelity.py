@@ -76,6 +76,8 @@ class Fidelity(Behaviour):
         Held-out texts on which answers, classes or completions, were compared.
     n_matching : int
         Texts among them to which variant and LoRA have the same answer.
+    n_given : int, optional
+        Where the model wrote the held-out texts itself: the number of texts that were given to it.
 
     Examples
     --------
@@ -106,6 +108,7 @@ class Fidelity(Behaviour):
     requested: float | None = None
     answered: int = 0
     n_matching: int = 0
+    n_given: int | None = None
 
     @classmethod
     def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
@@ -139,6 +142,8 @@ class Fidelity(Behaviour):
             head = "classifier head" if self.unit == "example" else "of other modules"
             files += f" (both include the {size_text(self.head_bytes)} {head})"
         texts = f"{self.examples} held-out texts of {self.data}"
+        if self.n_given is not None:
+            texts = f"{self.examples} {describe_written(self.n_given)}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
         if self.agreement is None:  # outputs that are numbers
             texts = f"{self.examples} held-out examples of {self.data}"
@@ -167,6 +172,12 @@ class Fidelity(Behaviour):
         values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
         values["exact_match_error"] = self.exact_match_error
         return {"kept": self.kept, **values, "sentence": self.sentence()}
+
+
+def describe_written(n_given: int) -> str:
+    """Return what texts are called that a model wrote itself, from so many that were given."""
+    origin = f" from {n_given} of yours" if n_given else ""
+    return f"texts that the model wrote itself{origin}"
 
 
 def share_kept(behaviour: Behaviour) -> float:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import SettingsError
-from lsrdecomp.lora.files.file_checks import is_diffusers
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import (
     GOALS_IN_WORDS,
@@ -151,16 +150,13 @@ class Request:
         data = interface.argument("data")
         if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
-                f"a share to keep is measured on a base: give {base} and {data} with "
-                f"{interface.argument('keep')}; without one, as for image models, ask for a size, "
+                f"a share to keep is measured on a base: give {base}, and {data} if you have "
+                f"texts, with {interface.argument('keep')}; without a base, as for image models, "
+                "ask for a size, "
                 f"such as {_example(interface, 'ratio', 4)}"
             )
-        # 2. Refuse what the route does not read, and ask for what it needs.
+        # 2. Refuse what the route does not read.
         _refuse_unread(given, plan, goal, route, interface)
-        if "base" in given and "data" not in given and not is_diffusers(given["base"]):
-            raise BudgetError(
-                f"what is kept is measured on texts of the task: give {data} with {base}"
-            )
         # 3. Make plan and settings, which check their values.
         return cls._with_checked_values(given, plan, goal, route)
 

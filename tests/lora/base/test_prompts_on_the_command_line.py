@@ -138,7 +138,6 @@ def test_verify_compares_answers_on_completions(place, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give one of --data FILE.jsonl and --text FILE"),
         (("--data", "rows.jsonl", "--text", "rows.jsonl"), "give one of --data"),
         (
             ("--text", "rows.jsonl", "--answers", "all"),
