@@ -165,7 +165,8 @@ class Truncation:
             If nothing fits.
         """
         part = _with_layers(self.source, self.layers)
-        ranks = _chosen_ranks(part, plan, self.to, self.layers, self.sigma)
+        smallest = [_smallest_rank(part, layer, plan, self.to) for layer in self.layers]
+        ranks = _chosen_ranks(part, plan, self.to, self.layers, self.sigma, smallest)
         if not any(ranks):
             raise BudgetError(NOTHING_FITS)
         return replace(self, plan=plan, ranks=ranks)

@@ -151,8 +151,8 @@ class Evaluator:
         self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
         self._check_lengths(texts)
         # 2. Split the texts, of which the model writes more if they are too few.
-        can_write = self.base.tokenizer is not None
-        self.n_given = len(texts) if can_write and few_texts(texts) else None
+        reads_texts = self.base.batches is None
+        self.n_given = len(texts) if reads_texts and few_texts(texts) else None
         if self.n_given is None:
             self.held_out, remaining = self._hold_out(texts)
         else:
