@@ -281,9 +281,7 @@ class CoreFit:
                 break
             guide = max(self.ridge, 1e-2 * guide)
         # A path that ends early left most of the way to the last steps.
-        return self._refined(
-            terms, self.ridge, iterations=130, rtol=1e-9, is_for_goal=is_for_goal
-        )
+        return self._refined(terms, self.ridge, iterations=130, rtol=1e-9, is_for_goal=is_for_goal)
 
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
         return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)
