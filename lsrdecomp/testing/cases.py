@@ -73,8 +73,8 @@ class Options(TypedDict, total=False):
         Cases drawn for the definition, 25 if absent, and a third as many for each identity that
         follows from it; they are the same in each run.
     leave_out : collection of str
-        Corner cases that your code does not promise: ``"empty"`` arrays, ``"mixed types"``,
-        entries that are ``"not finite"``.
+        Corner cases that your code does not promise: ``"empty"`` arrays, ``"mixed types"`` and
+        other types than ``dtype``, entries that are ``"not finite"``.
 
     Examples
     --------

@@ -204,9 +204,12 @@ def _check_unless_tolerated(check: Callable[[Cases], None], cases: Cases) -> Non
 def _raise_smallest_failure(corner: Corner, check_settings: CheckSettings, shrink: bool) -> None:
     """Try a corner case in real and in complex numbers; raise the failure of the smallest sides."""
 
+    # Whether it is complex is the only draw of a corner.
+    has_both = check_settings.draws_complex and not check_settings.dtype.startswith("complex")
+    draws = (False, True) if has_both else (False,)
+
     def failure_of(candidate: Corner) -> Exception | None:
-        # Whether it is complex is the only draw of a corner.
-        for is_complex in (False, True) if check_settings.draws_complex else (False,):
+        for is_complex in draws:
             try:
                 cases = Cases(lambda _, answer=is_complex: answer, check_settings)
                 _check_unless_tolerated(candidate, cases)
