@@ -203,7 +203,6 @@ def _check_unless_tolerated(check: Callable[[Cases], None], cases: Cases) -> Non
 
 def _raise_smallest_failure(corner: Corner, check_settings: CheckSettings, shrink: bool) -> None:
     """Try a corner case in real and in complex numbers; raise the failure of the smallest sides."""
-
     # Whether it is complex is the only draw of a corner.
     has_both = check_settings.draws_complex and not check_settings.dtype.startswith("complex")
     draws = (False, True) if has_both else (False,)
