@@ -703,8 +703,9 @@ def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
 
 def _rank_one(array: np.ndarray) -> np.ndarray:
     """Return an array whose rows are 1, 2, … times the first."""
-    factors: np.ndarray = np.arange(1.0, len(array) + 1).reshape(-1, *[1] * (array.ndim - 1))
-    return factors * (array[:1] % 3 + 1)
+    factors = np.arange(1.0, len(array) + 1).reshape(-1, *[1] * (array.ndim - 1))
+    rows: np.ndarray = factors * (array[:1] % 3 + 1)
+    return rows
 
 
 def _structured(squares: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:

@@ -8,6 +8,7 @@ over all of them would show the failure that is smallest to write, and only that
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,6 +202,11 @@ def _check_unless_tolerated(check: Callable[[Cases], None], cases: Cases) -> Non
             raise
 
 
+def _answer(value: Any, _strategy: Any) -> Any:
+    """Return a value for whatever is drawn."""
+    return value
+
+
 def _raise_smallest_failure(corner: Corner, check_settings: CheckSettings, shrink: bool) -> None:
     """Try a corner case in real and in complex numbers; raise the failure of the smallest sides."""
     # Whether it is complex is the only draw of a corner.
@@ -210,7 +216,7 @@ def _raise_smallest_failure(corner: Corner, check_settings: CheckSettings, shrin
     def failure_of(candidate: Corner) -> Exception | None:
         for is_complex in draws:
             try:
-                cases = Cases(lambda _, answer=is_complex: answer, check_settings)
+                cases = Cases(partial(_answer, is_complex), check_settings)
                 _check_unless_tolerated(candidate, cases)
             except (IdentityError, _Raised, *INCOMPARABLE) as error:
                 if not (isinstance(error, _Raised) and corner.may_be_refused):
