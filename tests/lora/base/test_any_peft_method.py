@@ -15,7 +15,7 @@ from peft.mapping import (  # noqa: E402
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
 )
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_bases import TEXTS, make_model, save_base  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -288,6 +288,28 @@ def test_what_is_kept_of_any_method_is_measured_on_its_base(base, adapter_of, tm
     assert result.fidelity is not None
     assert result.fidelity.kept > 0.5
     assert {layer.name for layer in open_checkpoint(result.save(tmp_path / "small")).layers}
+
+
+@pytest.mark.parametrize("peft_type", ["C3A", "OFT"])
+def test_numbers_that_are_not_finite_are_told_by_layer(base, adapter_of, tmp_path, peft_type):
+    adapter = adapter_of(peft_type)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    checkpoint = open_adapter(tmp_path, base)
+    with pytest.raises(CheckpointError, match=r"layers.0.self_attn.q_proj: .* NaN or infinite"):
+        compress(checkpoint, ratio=2)
+
+
+def test_a_file_that_peft_does_not_open_is_refused_in_one_line(tmp_path):
+    config = {"peft_type": "C3A", "block_size": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    key = "base_model.model.q_proj.c3a_kernel"
+    save_file({key: torch.zeros(1, 2, 4)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="PEFT does not open it") as refusal:
+        open_adapter(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_small_file_that_implies_a_huge_update_is_refused_before_it_is_formed(tmp_path):
