@@ -195,6 +195,25 @@ def test_merging_layer_by_layer_leaves_the_model_as_it_is(adapter_of, peft_type)
         assert torch.equal(tensor, after[name])
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"use_dora": True, "rank_pattern": {"q_proj": 3}, "use_rslora": True},
+        {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["v_proj"]}},
+    ],
+    ids=["DoRA", "BD-LoRA"],
+)
+def test_variants_of_lora_that_peft_merges_are_read_on_a_base(tmp_path, base, variant):
+    settings = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    if "use_bdlora" in variant:
+        variant = {"use_bdlora": peft.BdLoraConfig(nblocks=2, **variant["use_bdlora"])}
+    settings |= {"init_lora_weights": False, **variant}
+    adapter = write_adapter(make_base(), tmp_path / "lora", "LORA", **settings)
+    with pytest.raises(NeedsBaseError, match=next(iter(variant))):
+        open_adapter(adapter)
+    assert_equals_peft(open_adapter(adapter, base), merged_by_peft(make_base(), adapter))
+
+
 def outputs(model, n_tokens=12):
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(1, n_tokens)[None]).logits
