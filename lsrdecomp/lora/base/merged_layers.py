@@ -317,16 +317,16 @@ def low_rank_pair(delta: Tensor) -> tuple[Tensor, Tensor] | None:
     coefficients = delta
     if full_rank > SMALL_SIDE:
         generator = torch.Generator().manual_seed(0)
-        width = 32
+        width = 0
         while True:
-            if 2 * width > full_rank:
-                return None
+            if 2 * width == full_rank - full_rank % 2:
+                return None  # a pair of more than half the rank takes more numbers than ΔW
+            width = min(max(32, 4 * width), full_rank // 2)
             draws = torch.randn(columns, width, generator=generator, dtype=delta.dtype)
             basis = torch.linalg.qr(delta @ draws.to(delta.device)).Q
             coefficients = basis.T @ delta
             if float((delta - basis @ coefficients).norm()) <= ROUNDING * norm:
                 break
-            width *= 4
     left, sigma, right = torch.linalg.svd(coefficients, full_matrices=False)
     tails = sigma.square().flip(0).cumsum(0).flip(0).sqrt()
     rank = max(1, int((tails > ROUNDING * norm).sum()))
