@@ -320,7 +320,7 @@ def low_rank_pair(delta: Tensor) -> tuple[Tensor, Tensor] | None:
         width = 0
         while True:
             if 2 * width == full_rank - full_rank % 2:
-                return None  # a pair of more than half the rank takes more numbers than ΔW
+                return None  # a pair of more than half the rank would hardly take fewer numbers
             width = min(max(32, 4 * width), full_rank // 2)
             draws = torch.randn(columns, width, generator=generator, dtype=delta.dtype)
             basis = torch.linalg.qr(delta @ draws.to(delta.device)).Q
