@@ -183,7 +183,7 @@ def test_methods_without_an_update_are_refused_as_what_they_are(tmp_path, base, 
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("peft_type", ["PEANUT", "ROAD", "VERA"])
+@pytest.mark.parametrize("peft_type", ["OSF", "PEANUT", "ROAD", "VERA"])
 def test_merging_layer_by_layer_leaves_the_model_as_it_is(adapter_of, peft_type):
     model = peft.PeftModel.from_pretrained(make_base(), str(adapter_of(peft_type)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -214,6 +214,17 @@ def test_variants_of_lora_that_peft_merges_are_read_on_a_base(tmp_path, base, va
     assert_equals_peft(open_adapter(adapter, base), merged_by_peft(make_base(), adapter))
 
 
+def make_biased(kind):
+    """Return a tiny model whose biases are not zero, and names of layers to adapt."""
+    model, targets = make_model(kind)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(std=0.3)
+    return model, targets
+
+
 def outputs(model, n_tokens=12):
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(1, n_tokens)[None]).logits
@@ -230,17 +241,17 @@ def outputs(model, n_tokens=12):
     ids=["DoRA", "LoRA with a bias", "RoAd, which turns biases too", "HiRA on other layers"],
 )
 def test_the_lora_of_any_method_computes_what_the_method_does(tmp_path, kind, peft_type, settings):
-    model, targets = make_model(kind)
+    model, targets = make_biased(kind)
     save_base(model, tmp_path / "base")
     settings = {"target_modules": targets, "task_type": kind} | settings
-    adapter = write_adapter(make_model(kind)[0], tmp_path / "adapter", peft_type, **settings)
+    adapter = write_adapter(make_biased(kind)[0], tmp_path / "adapter", peft_type, **settings)
     checkpoint = open_adapter(adapter, tmp_path / "base")
     exported = export_lora(checkpoint, tmp_path / "lora")
     expected, found = (
-        outputs(peft.PeftModel.from_pretrained(make_model(kind)[0], str(directory)))
+        outputs(peft.PeftModel.from_pretrained(make_biased(kind)[0], str(directory)))
         for directory in (adapter, exported)
     )
-    plain = outputs(make_model(kind)[0])
+    plain = outputs(make_biased(kind)[0])
     assert (expected - plain).norm() > 1e-2 * plain.norm()
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
