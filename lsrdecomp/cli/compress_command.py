@@ -188,6 +188,8 @@ def compress(
     settings = requests[0].to_json() | of_opening
     if len(requests) > 1:
         settings["ratio"] = given["ratio"]
+    if merged_base is not None:
+        settings["base"] = str(merged_base)
     if "workers" in given:
         settings["workers"] = given["workers"]
     # 2. A LoRA that is to come back in its own format: truncated SVD, and that is all.
