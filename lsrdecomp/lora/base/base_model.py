@@ -309,8 +309,9 @@ def _task_type(adapter: Path) -> str:
     """
     if not (adapter / "adapter_config.json").is_file():
         raise CheckpointError(
-            "has no adapter_config.json, so it is no adapter of PEFT, and only PEFT adapters of "
-            "text models can be run on a base; compress a LoRA file without one: "
+            "has no adapter_config.json, so it is no adapter of PEFT, as models of transformers "
+            "need; for a LoRA of an image model name its pipeline, a directory with a "
+            "model_index.json, or compress the file without a base: "
             f"lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
             path=adapter,
         )
@@ -323,8 +324,8 @@ def _task_type(adapter: Path) -> str:
     task_type = str(getattr(config.task_type, "value", config.task_type))
     if task_type not in LOADERS:
         raise CheckpointError(
-            f"task type {task_type!r} is not one of {', '.join(LOADERS)}: only text models can be "
-            "calibrated (a diffusion model's has none); if it is one, write "
+            f"task type {task_type!r} is not one of {', '.join(LOADERS)}, and the base is none of "
+            "images, sounds or embeddings; if it writes or classifies text, write "
             '"task_type": "CAUSAL_LM" or another into adapter_config.json',
             path=adapter,
         )

@@ -152,8 +152,8 @@ class Request:
         if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
                 f"a share to keep is measured on a base: give {base} and {data} with "
-                f"{interface.argument('keep')}; without one, as for image models, ask for a size, "
-                f"such as {_example(interface, 'ratio', 4)}"
+                f"{interface.argument('keep')}; without one ask for a size, such as "
+                f"{_example(interface, 'ratio', 4)}"
             )
         # 2. Refuse what the route does not read, and ask for what it needs.
         _refuse_unread(given, plan, goal, route, interface)

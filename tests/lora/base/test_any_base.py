@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -31,6 +34,8 @@ from lsrdecomp.lora.base.forward import forward  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
 from lsrdecomp.lora.base.texts import read_data  # noqa: E402
+
+CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
 
 
 def test_a_module_of_ones_own_is_a_base(tmp_path):
@@ -124,6 +129,31 @@ def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):
     result = lsr.compress(tmp_path / "lora", base=tmp_path / "base", data=texts, keep=0.7)
     assert result.fidelity.kept >= 0.7
     assert result.fidelity.agreement is None
+
+
+def test_a_model_of_ones_own_is_run_as_contributing_says(tmp_path, monkeypatch):
+    section = CONTRIBUTING.read_text().split("## Running another model")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+    class Potential(Network):
+        def forward(self, positions, charge):
+            return {"energy": None, "forces": super().forward(positions) * charge}
+
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["first", "second"], init_lora_weights=False)
+    adapted = get_peft_model(Potential(), lora)
+    adapted.save_pretrained(tmp_path / "my-lora")
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "__name__": "contributed",
+        "model": adapted.unload(),
+        "batches": [
+            {"positions": torch.randn(16, 12), "charge": torch.ones(16, 1)} for _ in range(4)
+        ],
+    }
+    exec(compile(code, str(CONTRIBUTING), "exec"), names)
+    assert names["small"].fidelity.kept >= 0.95
+    assert names["small"].fidelity.base == "potential"
 
 
 def test_batches_come_apart_and_together_again():
