@@ -102,7 +102,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            text_profile=TextProfile.of(examples),
+            text_profile=TextProfile.of(examples) if base_model.batches is None else None,
             on_step=show,
         )
     _report(statistics, base_model, out)

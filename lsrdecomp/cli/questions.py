@@ -12,10 +12,8 @@ import typer
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lsrdecomp.lora.base.base_model import Base
-    from lsrdecomp.lora.base.dataset import PromptExample, TextPair
+    from lsrdecomp.lora.base.heads import Batch
     from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 SETTINGS = ("max_length", "truncate", "dtype")
@@ -29,8 +27,8 @@ class Questions:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with prompt and completion, with messages, or with text; instead of "
-            "--text."
+            help="JSON lines with prompt and completion, with messages, or with text, or a folder "
+            "of images or sounds; instead of --text."
         ),
     ] = None
     answers: Annotated[
@@ -67,10 +65,14 @@ class Questions:
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
-    def read(self) -> list[PromptExample] | list[TextPair]:
+    def read(self) -> list[Any]:
         """Return the examples of the source."""
         from lsrdecomp.lora.base.dataset import read_examples, read_text_pairs
 
+        if self.data is not None and self.data.is_dir():
+            from lsrdecomp.lora.base.texts import read_data
+
+            return read_data(self.data)
         if self.data is not None:
             return read_examples(self.data)
         assert self.text is not None
@@ -84,10 +86,12 @@ class Questions:
         *,
         size: int,
         seed: int,
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[Batch]:
         """Return batches of what `read` returned, in an order drawn from ``seed``."""
         from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 
+        if base.batches is not None:
+            return base.batches(base, examples, size)
         if self.data is not None:
             return prompt_batches(
                 base,

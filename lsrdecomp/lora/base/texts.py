@@ -56,7 +56,7 @@ MIN_TEXTS = 32
 """Different texts that are needed: eight to measure on, the others to learn from."""
 MIN_HELD_OUT = 8
 """Minimum texts held out."""
-N_DRAWN = 96
+N_DRAWN = 240
 """Minimum images that are drawn for a diffusion model, each at several noise levels."""
 
 

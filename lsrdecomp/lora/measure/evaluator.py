@@ -21,6 +21,7 @@ from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.rows import examples_in
 from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
@@ -40,7 +41,7 @@ from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -305,8 +306,9 @@ class Evaluator:
             Factor of the LoRA's ΔW, if the LoRA is active.
         """
         # 1. Read what an earlier run finished.
-        predicts_tokens = self.source.head in TOKEN_HEADS
-        limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
+        # An image that is drawn is run on at many noise levels, as a text at many tokens.
+        runs_often = self.source.head in TOKEN_HEADS or self.source.measured_part
+        limit = MAX_TEXTS_OF_TOKENS if runs_often else MAX_TEXTS
         texts = self.calibration_texts[:limit]
         adapter = self.source.adapter_sha256
         if written is not None:
@@ -332,13 +334,18 @@ class Evaluator:
 
         # 3. Measure.
         mixed = mixed_precision(base.model)
+        batches: Iterable[Batch] = self.batches(texts)
+        samples = len(texts)
+        if self.source.measured_part:  # how many rows are drawn is seen when they are
+            batches = list(batches)
+            samples = sum(map(examples_in, batches))
         with scaled, mixed:
             return calibrate(
                 base,
-                self.batches(texts),
+                batches,
                 out=out,
                 seed=self.settings.seed,
-                samples=len(texts),
+                samples=samples,
                 effect=False,
                 on_step=announce_step,
             )
