@@ -25,9 +25,10 @@ from benchmarks import record as records
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.lora.base.base_files import MINILM, find_base
-from lsrdecomp.lora.base.base_model import Base, open_base
+from lsrdecomp.lora.base.base_model import Base
 from lsrdecomp.lora.base.batches import text_batches
 from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.base.other_bases import sentence_embedding
 
 Reviews = Sequence[tuple[str, int]]

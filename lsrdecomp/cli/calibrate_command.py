@@ -84,8 +84,8 @@ def calibrate(
     check_reachable(base)
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
-        from lsrdecomp.lora.base.base_model import load_base
         from lsrdecomp.lora.base.calibrate import calibrate as run
+        from lsrdecomp.lora.base.open_bases import load_base
         from lsrdecomp.lora.base.text_profile import TextProfile
     with tables.quiet():
         base_model = load_base(base, adapter, device=device, dtype=settings.dtype)

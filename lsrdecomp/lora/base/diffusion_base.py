@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.lora.base.base_model import Base
+from lsrdecomp.lora.base.batch_rows import join_rows, map_tensors, n_rows, split_rows
 from lsrdecomp.lora.base.dataset import DataError
 from lsrdecomp.lora.base.heads import Batch, Head
-from lsrdecomp.lora.base.rows import join_rows, map_tensors, n_rows, split_rows
 from lsrdecomp.lora.base.texts import Example
 from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 from lsrdecomp.lora.files import Checkpoint, open_checkpoint

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.lora.base.batch_rows import map_tensors
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head, loss_mask, prediction_logits
-from lsrdecomp.lora.base.rows import map_tensors
 from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 
 if TYPE_CHECKING:

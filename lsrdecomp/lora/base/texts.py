@@ -154,7 +154,7 @@ def _holds_tensors(element: object) -> bool:
 
 def _examples(inputs: Any, first: int) -> list[Example]:
     """Return the rows of a batch as examples, numbered from ``first``."""
-    from lsrdecomp.lora.base.rows import as_batch, split_rows
+    from lsrdecomp.lora.base.batch_rows import as_batch, split_rows
 
     return [Example(first + i, row) for i, row in enumerate(split_rows(as_batch(inputs)))]
 

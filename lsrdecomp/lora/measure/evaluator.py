@@ -13,7 +13,7 @@ from peft.helpers import rescale_adapter_scale
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.base.base_files import resolved_base
-from lsrdecomp.lora.base.base_model import open_base
+from lsrdecomp.lora.base.batch_rows import examples_in
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.dataset import PromptExample
@@ -21,7 +21,7 @@ from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
-from lsrdecomp.lora.base.rows import examples_in
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,

@@ -380,7 +380,8 @@ def _way_to_be_read(
 ) -> str:
     """Return how to request that an unread setting is read, such as "read with base="."""
     readers = _routes_that_read(name, interface)
-    if route is Route.TRUNCATED and Route.TRUNCATED_ON_BASE in readers:
+    reads_on_base_alone = Route.TRUNCATED_ON_BASE in readers and Route.TRUNCATED not in readers
+    if route is Route.TRUNCATED and reads_on_base_alone:
         return f"read with {interface.argument('base')}"
     if route in TO_SOURCE_FORMAT.routes:
         way = f"not read where a LoRA file is written: {interface.leave_truncated}"

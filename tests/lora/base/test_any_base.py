@@ -26,13 +26,14 @@ from torch import nn  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.lora.base.base_model import Base, open_base, own_base  # noqa: E402
+from lsrdecomp.lora.base.base_model import Base, own_base  # noqa: E402
+from lsrdecomp.lora.base.batch_rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
 from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference  # noqa: E402
 from lsrdecomp.lora.base.forward import forward  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
+from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
 from lsrdecomp.lora.base.texts import read_data  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"

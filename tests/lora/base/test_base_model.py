@@ -15,11 +15,12 @@ pytest.importorskip("sklearn")
 
 import lsrdecomp.cli  # noqa: E402
 from lsrdecomp.errors import CalibrationError, CheckpointError  # noqa: E402
-from lsrdecomp.lora.base.base_model import adapted_modules, load_base  # noqa: E402
+from lsrdecomp.lora.base.base_model import adapted_modules  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
 from lsrdecomp.lora.base.dataset import read_text_pairs  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 
 DEMO = Path(lsrdecomp.cli.__file__).parent / "demo_adapter"
 TEXTS = [

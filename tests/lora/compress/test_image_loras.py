@@ -16,8 +16,8 @@ from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
 import lsrdecomp as lsr  # noqa: E402
 from benchmarks.images.shapes import tokenizer  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
-from lsrdecomp.lora.base.base_model import open_base  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
+from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
 from lsrdecomp.lora.base.texts import Example, prompts_to_draw  # noqa: E402
 from lsrdecomp.lora.base.tokens import model_inputs  # noqa: E402
 from lsrdecomp.lora.compress import truncate  # noqa: E402
