@@ -106,7 +106,7 @@ def main() -> None:
     adapted = get_peft_model(_plain_model(), config)
     adapted.save_pretrained(lora)
     base = open_base(MINILM, lora)
-    source = Base("", adapted, base.tokenizer, base.head, sentence_embedding)
+    source = Base("", adapted, base.tokenizer, base.head, outputs=sentence_embedding)
     train(source, trained, arguments.steps, arguments.seed)
     adapted.eval().save_pretrained(lora)
     result: dict[str, Any] = {

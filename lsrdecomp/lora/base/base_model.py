@@ -71,13 +71,16 @@ class Base:
     It is how to run a batch (``outputs``), and what its output is (``head``). For a model of one's
     own, whose outputs are numbers, a module is enough where a base is asked for (`own_base`).
 
-    The last three fields are empty for a plain base.
+    What is said of an adapter is empty for a plain base.
     """
 
     name: str
     model: nn.Module
     tokenizer: Any  # or what else prepares inputs, such as an image processor
     head: Head
+    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
+    adapter_base: str = ""  # what the adapter's config calls its base
+    adapter_sha256: str = ""  # of the adapter's weight file
     outputs: Callable[[nn.Module, Batch], Tensor] = model_logits
     batches: Callable[[Base, Sequence[Item], int], Iterator[Batch]] | None = None
     """Makes batches of about so many items; absent, of texts and prompts."""
@@ -86,9 +89,6 @@ class Base:
     pictures: Callable[[Base, Sequence[Example]], list[bytes]] | None = None
     """Draws the images of some examples as PNG files, where the model makes images."""
     measured_part: str = ""  # the part of the model that runs: beginning of its modules' names
-    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
-    adapter_base: str = ""  # what the adapter's config calls its base
-    adapter_sha256: str = ""  # of the adapter's weight file
 
     def with_adapter(self, adapter: str | Path) -> Base:
         """Return the base with an adapter on it: a directory that PEFT opens, or a LoRA file.
@@ -185,7 +185,12 @@ def own_base(model: nn.Module) -> Base:
     of transformers or diffusers.
     """
     return Base(
-        type(model).__name__, model.eval(), None, Head.numbers, _first_output, given_batches
+        type(model).__name__,
+        model.eval(),
+        None,
+        Head.numbers,
+        outputs=_first_output,
+        batches=given_batches,
     )
 
 

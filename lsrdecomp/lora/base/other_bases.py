@@ -96,7 +96,7 @@ def open_other(
     model = AutoModel.from_pretrained(directory, **options).to(device)
     tokenizer = open_tokenizer(base)
     model.pools_first_token = _pools_first_token(Path(directory))
-    return Base(str(base), model, tokenizer, Head.numbers, sentence_embedding)
+    return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
 
 
 def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:

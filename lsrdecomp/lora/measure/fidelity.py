@@ -140,7 +140,7 @@ class Fidelity(Behaviour):
             files += f" (both include the {size_text(self.head_bytes)} {head})"
         texts = f"{self.examples} held-out texts of {self.data}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
-        if self.agreement is None:  # outputs that are numbers
+        if self.agreement is None and self.unit == "example":  # outputs that are numbers
             texts = f"{self.examples} held-out examples of {self.data}"
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
         clauses = [

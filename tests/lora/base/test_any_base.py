@@ -60,7 +60,9 @@ def test_a_base_says_what_other_outputs_mean(tmp_path):
     """Here classes: then agreement is measured too."""
     model, data, lora = own_model(tmp_path)
     numbers = own_base(model)
-    base = Base("mine", model, None, Head.classification, numbers.outputs, numbers.batches)
+    base = Base(
+        "mine", model, None, Head.classification, outputs=numbers.outputs, batches=numbers.batches
+    )
     fidelity = lsr.compress(lora, base=base, data=data, ratio=2).fidelity
     assert fidelity.base == "mine"
     assert fidelity.agreement is not None
@@ -75,7 +77,7 @@ def test_statistics_of_numbers_are_those_of_gauss_and_newton(tmp_path):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 4))
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
-    base = Base("linear", adapted, None, Head.numbers, own_base(network).outputs, modules=("0",))
+    base = Base("linear", adapted, None, Head.numbers, ("0",), outputs=own_base(network).outputs)
     inputs = torch.randn(4000, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
     batches = [{"0": part} for part in inputs.split(500)]
     weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=4000, effect=False)["0"]
@@ -90,7 +92,7 @@ def test_statistics_of_a_convolution_are_those_of_its_patches(tmp_path):
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
     base = own_base(adapted)
     inputs = torch.randn(600, 2, 6, 6) * torch.tensor([2.0, 0.2]).reshape(1, 2, 1, 1)
-    base = Base("c", adapted, None, Head.numbers, base.outputs, modules=("0",))
+    base = Base("c", adapted, None, Head.numbers, ("0",), outputs=base.outputs)
     batches = [{"0": part} for part in inputs.split(200)]
     weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=600, effect=False)["0"]
     # A change D of the weight changes the outputs by D * x, so that ‖G^½ D C^½‖² = Σ‖D * x‖².
@@ -189,7 +191,7 @@ def test_several_rows_of_an_example_count_as_one_example():
     torch.manual_seed(0)
     network = Network()
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["first"]))
-    base = Base("n", adapted, None, Head.numbers, own_base(network).outputs)
+    base = Base("n", adapted, None, Head.numbers, outputs=own_base(network).outputs)
     batch = {"0": torch.randn(6, 12), "row_counts": torch.tensor([3, 2, 1])}
     output = forward(base, batch)
     assert output.logits.shape == (6, 8)
