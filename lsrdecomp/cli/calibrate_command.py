@@ -85,8 +85,8 @@ def calibrate(
     check_reachable(base)
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
-        from lsrdecomp.lora.base.base_model import load_base
         from lsrdecomp.lora.base.calibrate import calibrate as run
+        from lsrdecomp.lora.base.open_bases import load_base
         from lsrdecomp.lora.base.text_profile import TextProfile
         from lsrdecomp.lora.files import Journal
     with tables.quiet():
@@ -106,7 +106,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            text_profile=TextProfile.of(examples),
+            text_profile=TextProfile.of(examples) if base_model.batches is None else None,
             on_step=show,
         )
     _report(statistics, base_model, out)

@@ -206,9 +206,9 @@ def _model_pair(
 ) -> tuple[Base, Base]:
     """Open the base with each of the two adapters."""
     with tables.quiet(), needs("a base", "peft"):
-        from lsrdecomp.lora.base import base_model
+        from lsrdecomp.lora.base import open_bases
     with tables.quiet():
-        return base_model.load_pair(base, source, written, device=device, dtype=dtype)
+        return open_bases.load_pair(base, source, written, device=device, dtype=dtype)
 
 
 def _behaviour(

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.lora.base.base_model import Base
+from lsrdecomp.lora.base.batch_rows import join_rows, map_tensors, n_rows, split_rows
 from lsrdecomp.lora.base.dataset import DataError
 from lsrdecomp.lora.base.heads import Batch, Head
-from lsrdecomp.lora.base.rows import join_rows, map_tensors, n_rows, split_rows
 from lsrdecomp.lora.base.texts import Example
 from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 from lsrdecomp.lora.files import Checkpoint, open_checkpoint
@@ -143,14 +143,14 @@ def drawn_batches(
     """Yield what the UNet or transformer is called with while the pipeline draws some images.
 
     An example is an image, whose rows are the noise levels, with and without its prompt where the
-    pipeline is guided so.
+    pipeline is guided so. Where a batch is to be smaller than that, each of its rows is one.
     """
-    images_at_a_time = max(1, size // NOISE_LEVELS)
+    images_at_a_time = max(1, size // (2 * NOISE_LEVELS))
     examples = _drawn_items(items)
     for start in range(0, len(examples), images_at_a_time):
         chunk = examples[start : start + images_at_a_time]
         rows_by_image = _draw(pipeline, name, base, chunk)
-        joined = list(join_rows([row for rows in rows_by_image for row in rows], 2**20))
+        joined = list(join_rows([row for rows in rows_by_image for row in rows], size))
         if len(joined) == 1:
             counts = torch.tensor([len(rows) for rows in rows_by_image])
             yield {**joined[0], ROW_COUNTS: counts}
@@ -159,10 +159,15 @@ def drawn_batches(
 
 
 def _drawn_items(items: Sequence[Item]) -> list[Example]:
-    """Return items that are images to draw; raise `DataError` for others."""
-    examples = [item for item in items if isinstance(item, Example)]
-    if len(examples) < len(items):
-        raise DataError("a diffusion model is run on prompts, one a line, or without data")
+    """Return items as images to draw, texts as their prompts; raise `DataError` for others."""
+    examples = []
+    for number, item in enumerate(items):
+        if isinstance(item, Example):
+            examples.append(item)
+        elif isinstance(item, tuple):
+            examples.append(Example(number, item[0]))
+        else:
+            raise DataError("a diffusion model is run on prompts, one a line, or without data")
     return examples
 
 
@@ -177,7 +182,7 @@ def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> 
         arguments = parameters.bind(_module, *args, **kwargs).arguments
         _, *names = arguments  # without self
         call = {key: arguments[key] for key in names if key != "return_dict"}
-        calls.append(map_tensors(call, lambda tensor: tensor.detach().clone()))
+        calls.append(map_tensors(call, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
     handle = denoiser.register_forward_pre_hook(record, with_kwargs=True)
     try:

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from lsrdecomp.errors import CheckpointError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.base.texts import Item
 
+EMBEDDING_TASK = "FEATURE_EXTRACTION"
+"""PEFT's task type of embeddings."""
 MAX_NEW_TOKENS = 128
 """Maximum tokens that a model of sounds writes down of one."""
 POOLING = Path("1_Pooling") / "config.json"
@@ -54,7 +57,8 @@ def open_other(
 ) -> Base | None:
     """Open a base that runs on images or sounds, or whose outputs are embeddings.
 
-    Its config tells which it is; an adapter with a task type of texts has another opener.
+    Its config tells which it is. Outputs are embeddings where the adapter's task type says so, or it
+    has none and the model no head.
 
     Returns
     -------
@@ -89,14 +93,14 @@ def open_other(
         return Base(
             str(base), model.to(device), processor, Head.classification, batches=image_batches
         )
-    if read_json(config_file).get("task_type") in LOADERS:
-        return None
-    if any(name.endswith("ForCausalLM") for name in config.architectures or ()):
+    task_type = read_json(config_file).get("task_type")
+    is_plain = set(config.architectures or ()) <= set(MODEL_MAPPING_NAMES.values())
+    if task_type in LOADERS or (task_type != EMBEDDING_TASK and not is_plain):
         return None
     model = AutoModel.from_pretrained(directory, **options).to(device)
     tokenizer = open_tokenizer(base)
     model.pools_first_token = _pools_first_token(Path(directory))
-    return Base(str(base), model, tokenizer, Head.numbers, sentence_embedding)
+    return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
 
 
 def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:

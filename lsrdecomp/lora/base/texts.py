@@ -56,7 +56,7 @@ MIN_TEXTS = 32
 """Different texts that are needed: eight to measure on, the others to learn from."""
 MIN_HELD_OUT = 8
 """Minimum texts held out."""
-N_DRAWN = 96
+N_DRAWN = 240
 """Minimum images that are drawn for a diffusion model, each at several noise levels."""
 
 
@@ -161,7 +161,7 @@ def _holds_tensors(element: object) -> bool:
 
 def _examples(inputs: Any, first: int) -> list[Example]:
     """Return the rows of a batch as examples, numbered from ``first``."""
-    from lsrdecomp.lora.base.rows import as_batch, split_rows
+    from lsrdecomp.lora.base.batch_rows import as_batch, split_rows
 
     return [Example(first + i, row) for i, row in enumerate(split_rows(as_batch(inputs)))]
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from lsrdecomp.errors import BudgetError, CalibrationError
 from lsrdecomp.lora.base.base_files import check_reachable
 from lsrdecomp.lora.base.texts import Example, data_for, data_name
+from lsrdecomp.lora.compress.compress_lora import MAX_REPLACEMENTS
 from lsrdecomp.lora.compress.size_search import MeasuredSizes
-from lsrdecomp.lora.compress.truncate import MAX_REPLACEMENTS, Pictures, truncation
+from lsrdecomp.lora.compress.truncation import Pictures, truncation
 from lsrdecomp.lora.files import Journal, file_or_directory
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import weight_file
@@ -30,7 +31,7 @@ from lsrdecomp.lora.search.plan import CompressionPlan
 
 if TYPE_CHECKING:
     from lsrdecomp.lora.base.behaviour import Behaviour
-    from lsrdecomp.lora.compress.truncate import Truncation
+    from lsrdecomp.lora.compress.truncation import Truncation
     from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.files.progress import OnStep
     from lsrdecomp.lora.files.statistics import Statistics

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.base.base_files import resolved_base
-from lsrdecomp.lora.base.base_model import open_base
+from lsrdecomp.lora.base.batch_rows import examples_in
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.dataset import PromptExample
@@ -22,6 +22,7 @@ from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
@@ -43,7 +44,7 @@ from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -338,8 +339,9 @@ class Evaluator:
             factor, and act in full.
         """
         # 1. Read what an earlier run finished.
-        predicts_tokens = self.source.head in TOKEN_HEADS
-        limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
+        # An image that is drawn is run on at many noise levels, as a text at many tokens.
+        runs_often = self.source.head in TOKEN_HEADS or self.source.measured_part
+        limit = MAX_TEXTS_OF_TOKENS if runs_often else MAX_TEXTS
         texts = self.calibration_texts[:limit]
         adapter = self.source.adapter_sha256
         if written is not None:
@@ -366,13 +368,18 @@ class Evaluator:
 
         # 3. Measure.
         mixed = mixed_precision(base.model)
+        batches: Iterable[Batch] = self.batches(texts)
+        samples = len(texts)
+        if self.source.measured_part:  # how many rows are drawn is seen when they are
+            batches = list(batches)
+            samples = sum(map(examples_in, batches))
         with scaled, mixed:
             return calibrate(
                 base,
-                self.batches(texts),
+                batches,
                 out=out,
                 seed=self.settings.seed,
-                samples=len(texts),
+                samples=samples,
                 effect=False,
                 on_step=announce_step,
             )

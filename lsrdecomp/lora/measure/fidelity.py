@@ -145,7 +145,7 @@ class Fidelity(Behaviour):
         if self.n_given is not None:
             texts = f"{self.examples} {describe_written(self.n_given)}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
-        if self.agreement is None:  # outputs that are numbers
+        if self.agreement is None and self.unit == "example":  # outputs that are numbers
             texts = f"{self.examples} held-out examples of {self.data}"
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
         clauses = [

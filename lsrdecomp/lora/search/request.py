@@ -151,9 +151,8 @@ class Request:
         if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
                 f"a share to keep is measured on a base: give {base}, and {data} if you have "
-                f"texts, with {interface.argument('keep')}; without a base, as for image models, "
-                "ask for a size, "
-                f"such as {_example(interface, 'ratio', 4)}"
+                f"texts, with {interface.argument('keep')}; without a base ask for a size, such "
+                f"as {_example(interface, 'ratio', 4)}"
             )
         # 2. Refuse what the route does not read.
         _refuse_unread(given, plan, goal, route, interface)
@@ -376,7 +375,8 @@ def _way_to_be_read(
 ) -> str:
     """Return how to request that an unread setting is read, such as "read with base="."""
     readers = _routes_that_read(name, interface)
-    if route is Route.TRUNCATED and Route.TRUNCATED_ON_BASE in readers:
+    reads_on_base_alone = Route.TRUNCATED_ON_BASE in readers and Route.TRUNCATED not in readers
+    if route is Route.TRUNCATED and reads_on_base_alone:
         return f"read with {interface.argument('base')}"
     if route in TO_SOURCE_FORMAT.routes:
         way = f"not read where a LoRA file is written: {interface.leave_truncated}"

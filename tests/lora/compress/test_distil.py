@@ -31,10 +31,10 @@ from lsrdecomp.errors import (  # noqa: E402
     LsrError,
 )
 from lsrdecomp.lora.base import autocast as mixed_precision  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_pair  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_pair  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402
