@@ -144,7 +144,7 @@ def measured(job: Job, arguments: argparse.Namespace) -> Row:
     real = Reference(evaluator.source, evaluator.batches(held)).compare(variant)
     return {
         "bytes": sum(file.stat().st_size for file in small.glob("adapter_*")),
-        "n_given": evaluator.n_given,
+        "written": evaluator.written,
         "texts": len(evaluator.held_out) + len(evaluator.calibration_texts),
         "real": share(real),
         "estimate": share(estimate),

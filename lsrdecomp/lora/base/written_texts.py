@@ -31,7 +31,14 @@ from lsrdecomp.lora.base.dataset import PromptExample
 from lsrdecomp.lora.base.divergence import without_delta
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import Head
-from lsrdecomp.lora.base.texts import MIN_TEXTS, Item, few_texts
+from lsrdecomp.lora.base.texts import (
+    CONTINUED,
+    MIN_TEXTS,
+    SENTENCES,
+    WRITTEN,
+    Item,
+    few_texts,
+)
 from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
@@ -59,6 +66,8 @@ MAX_ROUNDS = 8
 BASE_TOP_P = 0.95
 """Share of the probability that the base writes prompts from: its rarest tokens are noise."""
 
+WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
+"""Heads of models that write texts."""
 FORMS = (
     "{}\n",
     "Question: {}\nAnswer:",
@@ -115,7 +124,7 @@ def write_texts(
     LsrError
         If too few different texts came of it.
     """
-    if source.head not in (Head.causal_lm, Head.seq2seq):
+    if source.head not in WRITING_HEADS:
         written = [(sentence, None) for sentence in _shuffled(_sentences(), f"{seed}")]
         return [text for text in written if text not in set(given)][:count]
     writer = _TextWriter(source, seed, max_length or _max_positions(source), journal, on_step)
@@ -131,6 +140,13 @@ def write_texts(
             "needed: give texts of the LoRA's task by --data (data= in Python)"
         )
     return list(texts)
+
+
+def kind_of_written(source: Base, given: Sequence[Item]) -> str:
+    """Return what the texts are called that `write_texts` returns."""
+    if source.head not in WRITING_HEADS:
+        return SENTENCES
+    return CONTINUED if given and source.head is Head.causal_lm else WRITTEN
 
 
 def _sentences() -> list[str]:
