@@ -64,6 +64,8 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 8
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
+MIN_FOUND = 0.25
+"""Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
 """Share of texts that may be missing: a round takes nearly as long for one text as for sixty."""
 BASE_TOP_P = 0.95
@@ -221,7 +223,7 @@ class _TextWriter:
         progress: Counter,
         first_round: int = 0,
     ) -> list[PromptExample]:
-        """Write rounds of texts until few are missing, or one brings nothing new."""
+        """Write rounds of texts until few are missing, or one brings little that is new."""
         collected: dict[str, PromptExample] = {}
         for number in range(first_round, first_round + MAX_ROUNDS):
             missing = count - len(collected)
@@ -230,9 +232,10 @@ class _TextWriter:
             before = len(collected)
             for text in write_round(number, missing)[:missing]:
                 collected.setdefault(self._prompt(text), text)
-            if len(collected) == before:
+            found = len(collected) - before
+            progress.add(found)
+            if found < MIN_FOUND * missing:
                 break
-            progress.add(len(collected) - before)
         return list(collected.values())
 
     # Three ways to a prompt from nothing, and one from given prompts.
