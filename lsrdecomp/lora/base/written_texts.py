@@ -64,7 +64,7 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 8
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
-MIN_FOUND = 0.25
+MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
 """Share of texts that may be missing: a round takes nearly as long for one text as for sixty."""

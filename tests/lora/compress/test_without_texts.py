@@ -35,6 +35,7 @@ GIVEN = [
 @pytest.fixture(autouse=True)
 def few_and_short_texts(monkeypatch):
     monkeypatch.setattr(written_texts, "NEW_TOKENS", 5)
+    monkeypatch.setattr(written_texts, "MIN_FOUND", 0.01)  # this base has few words
     monkeypatch.setattr(evaluate, "N_WRITTEN", 50)
     monkeypatch.setattr(evaluate, "N_WRITTEN_TO_TRAIN", 60)
     # The verbs write as many as `write_texts` does by itself.
