@@ -41,7 +41,7 @@ from lsrdecomp.lora.files import Journal, open_checkpoint
 from lsrdecomp.lora.measure.evaluator import Evaluator
 from lsrdecomp.lora.search.effort import LIMITS_BESIDE_A_BASE
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
-from lsrdecomp.lora.search.plan import CompressionPlan, Resources
+from lsrdecomp.lora.search.plan import CompressionPlan, Resources, Search
 from lsrdecomp.lora.search.searched import search_adapter
 
 REAL = 100
@@ -57,6 +57,8 @@ SHARES = {
 }
 """Shares of prompts written backwards and of beginnings, of arms without texts."""
 ONE_FORM = ("{}\n",)
+SEARCH = Search(orders=(2,), rounds=0)
+"""The fastest search: arms are compared with each other."""
 Row = dict[str, Any]
 
 
@@ -134,6 +136,7 @@ def measured(job: Job, arguments: argparse.Namespace) -> Row:
             open_checkpoint(lora),
             [plan],
             statistics=evaluator.statistics(journal),
+            search=SEARCH,
             resources=Resources(limits=LIMITS_BESIDE_A_BASE),
         )
         searched.compress(plan).save(small)

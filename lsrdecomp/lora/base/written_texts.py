@@ -62,7 +62,7 @@ BATCH = 64
 """Prompts that are continued together; each such batch has a seed of its own."""
 LISTED = 4
 """Prompts in a list that the base continues."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
 MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
@@ -130,7 +130,7 @@ def write_texts(
         If too few different texts came of it.
     """
     if source.head not in WRITING_HEADS:
-        written = [(sentence, None) for sentence in _shuffled(_sentences(), f"{seed}")]
+        written: list[Item] = [(each, None) for each in _shuffled(_sentences(), f"{seed}")]
         return [text for text in written if text not in set(given)][:count]
     writer = _TextWriter(source, seed, max_length or _max_positions(source), journal, on_step)
     texts: list[PromptExample] = []
@@ -320,7 +320,7 @@ class _TextWriter:
         tokenizer = self.source.tokenizer
         has_chat = bool(getattr(tokenizer, "chat_template", None))
         n_forms = len(FORMS) + (has_chat and self.source.head is Head.causal_lm)
-        prompts = []
+        prompts: list[PromptExample] = []
         for index, body in enumerate(bodies):
             form = (index + shift) % n_forms
             if form < len(FORMS):
