@@ -56,7 +56,6 @@ SHARES = {
     "beginnings": (0.0, 1.0),
 }
 """Shares of prompts written backwards and of beginnings, of arms without texts."""
-ONE_FORM = ("{}\n",)
 SEARCH = Search(orders=(2,), rounds=0)
 """The fastest search: arms are compared with each other."""
 Row = dict[str, Any]
@@ -172,11 +171,10 @@ def shares_of(arm: str) -> Iterator[None]:
     if shares is None:
         yield
         return
-    forms = ONE_FORM if arm == "one form" else written_texts.FORMS
     with (
         patch.object(written_texts, "BACKWARDS_SHARE", shares[0]),
         patch.object(written_texts, "BEGINNINGS_SHARE", shares[1]),
-        patch.object(written_texts, "FORMS", forms),
+        patch.object(written_texts, "N_WORDS", 0 if arm == "one form" else written_texts.N_WORDS),
     ):
         yield
 
