@@ -125,7 +125,7 @@ N_TRIAL_SENTENCES = 4
 """Sentences on which forms are tried."""
 N_TRIAL_WORDS = 3
 """Words after the sentence that are tried with all words before it."""
-BACKWARDS = "{}\n\nThe text above was written for this input:\n"
+BACKWARDS = "Output: {}\nInput:"
 """What the base continues, to write a prompt backwards from an answer."""
 BACKWARDS_SHARE = 0.25
 """Share of the texts whose prompts are written backwards."""
@@ -428,7 +428,8 @@ class _TextWriter:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
-        for example, completion in zip(prompts, completions, strict=True):
+        for example, text in zip(prompts, completions, strict=True):
+            completion = self._ended(text)
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -437,6 +438,18 @@ class _TextWriter:
             else:
                 answered.append(replace(example, completion=completion))
         return answered
+
+    def _ended(self, answer: str) -> str:
+        """Return an answer up to its first line, unless the model has ended it.
+
+        In prompts unlike its own a LoRA often does not end; what follows is no answer any more.
+        """
+        n_tokens = len(self.source.tokenizer(answer)["input_ids"])
+        if n_tokens < NEW_TOKENS - 2:
+            return answer
+        text = answer.lstrip()
+        space = answer[: len(answer) - len(text)]
+        return space + text.split("\n")[0]
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
