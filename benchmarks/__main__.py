@@ -241,6 +241,13 @@ JOBS = (
         ("diffusers", "peft"),
     ),
     Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 2, ("peft",)),
+    Job(
+        "written texts",
+        ("written_texts",),
+        "benchmarks.behaviour.written {tasks} --loras {loras} --work {work}/written",
+        60,
+        ("peft", "gguf"),
+    ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",

@@ -110,6 +110,9 @@ def calibrate(
             on_step=show,
         )
     _report(statistics, base_model, out)
+    kind = questions.kind(base_model)
+    if kind is not None:
+        typer.echo(f"The examples are {kind}.")
 
 
 def _report(statistics: Statistics, base: Base, out: Path) -> None:

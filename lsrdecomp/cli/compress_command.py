@@ -372,7 +372,13 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
             f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "
             "the same texts."
         )
-    yield "The share is an estimate for texts like these; of others less may be kept."
+    if result.fidelity.written is None:
+        yield "The share is an estimate for texts like these; of others less may be kept."
+    else:
+        yield (
+            "The share is an estimate without texts of the LoRA's task; give some by --data for a "
+            "nearer one."
+        )
     if result.mismatches:
         yield "\nAnswers that differ:"
     for pair in result.mismatches:

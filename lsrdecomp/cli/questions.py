@@ -85,6 +85,12 @@ class Questions:
             return read_text_pairs(self.text)
         return write_texts(base, seed=seed, journal=journal, on_step=step)
 
+    def kind(self, base: Base) -> str | None:
+        """Return what the examples are called, where there is no source; None where there is."""
+        from lsrdecomp.lora.base.written_texts import kind_of_written
+
+        return None if self.sources else kind_of_written(base, ())
+
     def batches(
         self,
         base: Base,

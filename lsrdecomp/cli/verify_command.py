@@ -113,15 +113,18 @@ def verify(
     original = opening.open(source, carry=True, base=base)
     compressed = _opened(written, opening)
     behaviour = None
+    kind = None
     with follow(quiet=display.quiet) as step:
         result = lora.measure.verify(original, compressed, on_step=step)
         # A base that is needed to read the source is asked for its outputs only if texts are given.
         if base is not None and (questions.sources or not is_for_source):
             pair = _model_pair(base, source, written, device, settings.dtype)
+            kind = questions.kind(pair[0])
             behaviour = _behaviour(pair, questions, settings, batch, step)
-    n_given = None if questions.sources else 0
-    _show(result, behaviour, n_given, display, json)
-    tables.write_json(_figures(result, behaviour, base), json)
+    _show(result, behaviour, display, json)
+    if kind is not None:
+        tables.show(json, f"Outputs were compared on {kind}; {lora.measure.bias_text(kind)}.")
+    tables.write_json(_figures(result, behaviour, base, kind), json)
     for complaint in _complaints(result, source, written):
         tables.say(complaint)
     if accept:
@@ -237,7 +240,6 @@ def _behaviour(
 def _show(
     result: lora.measure.Verification,
     behaviour: Behaviour | None,
-    n_given: int | None,
     display: Display,
     json: Path | None,
 ) -> None:
@@ -245,11 +247,14 @@ def _show(
     tables.show(json, verification_table(result, each=display.each), wide=display.wide)
     tables.show(json, f"Weight error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
-        tables.show(json, *_sentences(behaviour, n_given))
+        tables.show(json, *_sentences(behaviour))
 
 
 def _figures(
-    result: lora.measure.Verification, behaviour: Behaviour | None, base: str | None
+    result: lora.measure.Verification,
+    behaviour: Behaviour | None,
+    base: str | None,
+    kind: str | None,
 ) -> dict[str, Any]:
     """Return what was found for a JSON file."""
     layers = [
@@ -272,14 +277,13 @@ def _figures(
     }
     if behaviour is not None:
         figures["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
+        if kind is not None:
+            figures["answers"]["written"] = kind
     return figures
 
 
-def _sentences(behaviour: Behaviour, n_given: int | None) -> Iterator[str]:
-    """Yield how the answers differ, in words.
-
-    ``n_given`` is 0 if the model wrote the texts itself, None if not.
-    """
+def _sentences(behaviour: Behaviour) -> Iterator[str]:
+    """Yield how the answers differ, in words."""
     yield (
         f"KL to the source {behaviour.kl:.4g} nats per {behaviour.unit}, on "
         f"{behaviour.answers:,} {behaviour.unit}s; {behaviour.effect:.4g} without an adapter."
@@ -288,11 +292,7 @@ def _sentences(behaviour: Behaviour, n_given: int | None) -> Iterator[str]:
         error = ""
         if behaviour.standard_error is not None:
             error = f" ± {100 * behaviour.standard_error:.1f}"
-        texts = ""
-        if n_given is not None:
-            described = lora.measure.describe_written(n_given)
-            texts = f" on {behaviour.examples} {described}"
-        yield f"Keeps {100 * behaviour.kept:.1f}{error} % of the source's effect{texts}."
+        yield f"Keeps {100 * behaviour.kept:.1f}{error} % of the source's effect."
     if behaviour.agreement is not None:
         exact = behaviour.exact_match_text()
         yield f"The top prediction agrees on {100 * behaviour.agreement:.1f} %{exact}."

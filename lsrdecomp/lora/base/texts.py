@@ -59,6 +59,13 @@ MIN_HELD_OUT = 8
 N_DRAWN = 240
 """Minimum images that are drawn for a diffusion model, each at several noise levels."""
 
+WRITTEN = "texts that the model wrote itself"
+"""What texts are called that a model wrote from nothing."""
+CONTINUED = "texts that the model wrote itself, from the few that were given"
+"""What texts are called that a model wrote from a few prompts."""
+SENTENCES = "sentences of the package, not of the LoRA's task"
+"""What a model reads that does not write, where too few texts are given."""
+
 
 def n_selection_texts(held_out: int, *, trains: bool) -> int:
     """Return the number of texts to select variants by, beside so many that are held out.

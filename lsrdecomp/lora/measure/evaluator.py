@@ -33,7 +33,12 @@ from lsrdecomp.lora.base.texts import (
     split_texts,
 )
 from lsrdecomp.lora.base.tokens import prompt_text, tokenize
-from lsrdecomp.lora.base.written_texts import N_WRITTEN, N_WRITTEN_TO_TRAIN, write_texts
+from lsrdecomp.lora.base.written_texts import (
+    N_WRITTEN,
+    N_WRITTEN_TO_TRAIN,
+    kind_of_written,
+    write_texts,
+)
 from lsrdecomp.lora.files import Checkpoint, Journal, content_key
 from lsrdecomp.lora.files.file_checks import bytes_to_open, sha256
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
@@ -116,8 +121,8 @@ class Evaluator:
     monitors_by_selection : bool
         Whether the selection texts say when a training ends.
     batch_size : int
-    n_given : int or None
-        Number of texts that were given, where the model wrote its own; None where it did not.
+    written : str or None
+        What the texts are that took the place of those given, as `kind_of_written` calls them.
 
     Raises
     ------
@@ -153,8 +158,9 @@ class Evaluator:
         self._check_lengths(texts)
         # 2. Split the texts, of which the model writes more if they are too few.
         reads_texts = self.base.batches is None
-        self.n_given = len(texts) if reads_texts and few_texts(texts) else None
-        if self.n_given is None:
+        is_short = reads_texts and few_texts(texts)
+        self.written = kind_of_written(self.source, texts) if is_short else None
+        if self.written is None:
             self.held_out, remaining = self._hold_out(texts)
         else:
             count = N_WRITTEN_TO_TRAIN if trains else N_WRITTEN
@@ -173,7 +179,7 @@ class Evaluator:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
-        if self.n_given is not None:
+        if self.written is not None:
             self.calibration_texts = [*texts, *self.calibration_texts]
         self.monitors_by_selection = trains and bool(self.selection_texts)
         # 3. Run the LoRA, once: every variant is compared with its outputs.
@@ -447,7 +453,7 @@ class Evaluator:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(weight_file(written)),
             head_bytes=source.extra_bytes,
-            n_given=self.n_given,
+            written=self.written,
             **annotations,
         )
 

@@ -504,11 +504,6 @@ def test_all_lengths_are_told_once_before_anything_is_answered(language_model, m
     assert max(widths) == 40
 
 
-def test_too_few_texts_are_refused_before_the_base_is_opened(classifier, tmp_path):
-    with pytest.raises(LsrError, match="10 different texts are too few: 32 are needed"):
-        run(classifier, classifier / "lsr", data=TEXTS[:10], base=tmp_path)  # holds no model
-
-
 def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):
     shutil.copytree(classifier / "lora", tmp_path / "idle")
     tensors = load_file(tmp_path / "idle" / "adapter_model.safetensors")
