@@ -136,7 +136,9 @@ class Fidelity(Behaviour):
         """The number of held-out texts, and what they are."""
         if self.written is not None:
             return f"{self.examples} {self.written}"
-        return f"{self.examples} held-out texts of {self.data}"
+        has_numbers = self.agreement is None and self.unit == "example"
+        kind = "examples" if has_numbers else "texts"
+        return f"{self.examples} held-out {kind} of {self.data}"
 
     def sentence(self) -> str:
         """Return what is kept as one sentence, without its subject."""
@@ -156,7 +158,6 @@ class Fidelity(Behaviour):
             files += f" (both include the {size_text(self.head_bytes)} {head})"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
         if self.agreement is None and self.unit == "example":  # outputs that are numbers
-            texts = f"{self.examples} held-out examples of {self.data}"
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
         clauses = [
             f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {self.texts}",
