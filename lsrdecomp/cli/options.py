@@ -24,6 +24,8 @@ def assignment(text: str, hint: str) -> tuple[str, Any]:
         raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint=hint)
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except RecursionError:
+        raise typer.BadParameter("the value is nested too deeply", param_hint=hint) from None
     except tomllib.TOMLDecodeError:
         if "," not in value:
             return name.strip(), value

@@ -118,7 +118,7 @@ def verify(
         result = lora.measure.verify(original, compressed, on_step=step)
         # A base that is needed to read the source is asked for its outputs only if texts are given.
         if base is not None and (questions.sources or not is_for_source):
-            pair = _model_pair(base, source, written, device, settings.dtype)
+            pair = _model_pair(base, source, written, device, settings)
             kind = questions.kind(pair[0])
             behaviour = _behaviour(pair, questions, settings, batch, step)
     _show(result, behaviour, display, json)
@@ -205,13 +205,20 @@ def _opened(written: Path, opening: Opening) -> Checkpoint:
 
 
 def _model_pair(
-    base: str, source: Path, written: Path, device: str, dtype: str
+    base: str, source: Path, written: Path, device: str, settings: EvaluatorSettings
 ) -> tuple[Base, Base]:
     """Open the base with each of the two adapters."""
     with tables.quiet(), needs("a base", "peft"):
         from lsrdecomp.lora.base import open_bases
     with tables.quiet():
-        return open_bases.load_pair(base, source, written, device=device, dtype=dtype)
+        return open_bases.load_pair(
+            base,
+            source,
+            written,
+            device=device,
+            dtype=settings.dtype,
+            trust_remote_code=settings.trust_remote_code,
+        )
 
 
 def _behaviour(

@@ -12,6 +12,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, dtype_name, to_numpy
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.kronecker.normalization import check_weights
 from lsrdecomp.kronecker.rearrange import factor_shape
 
@@ -90,7 +91,7 @@ def read_terms(path: Path) -> tuple[Array, tuple[Array, ...]]:
     """
     metadata, tensors = _read(path)
     try:
-        shape = json.loads(metadata["kronecker_shape"])
+        shape = read_json_text(metadata["kronecker_shape"])
         factor_names = [f"factors.{i}" for i in range(len(shape))]
         names = ["weights", *factor_names]
         if set(names) != set(tensors):
@@ -141,7 +142,7 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
     """
     metadata, _ = _read(Path(path))
     try:
-        provenance = json.loads(metadata["provenance"])
+        provenance = read_json_text(metadata["provenance"])
         return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
@@ -168,7 +169,7 @@ def read_figures(path: Path) -> dict[str, Any]:
             path=path,
         )
     try:
-        return dict(json.loads(metadata["figures"]))
+        return dict(read_json_text(metadata["figures"]))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"its figures cannot be read: {error}", path=path) from error
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.digests import ContentDigests, changed_fields, field_digests
 from lsrdecomp.lora.files.file_checks import (
     SUMS,
@@ -182,7 +182,7 @@ def record_again(adapter: Checkpoint) -> None:
         metadata = dict(read_header(weights).metadata)
         if KEY in metadata:
             metadata[KEY] = record_text(
-                json.loads(metadata[KEY]) | {"sha256": data_sha256(weights)}
+                read_json_text(metadata[KEY]) | {"sha256": data_sha256(weights)}
             )
         with new_file(weights, force=True) as part:
             copy_with_digests(weights, part, metadata, config, sealed=is_sealed(adapter))
