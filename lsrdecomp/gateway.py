@@ -55,7 +55,7 @@ REPLY_SECONDS = 300.0
 TEMPLATE_CHARACTERS = 2**18
 """Characters of a chat template; the longest that were seen have some twenty thousand."""
 TEMPLATE_SECONDS = 1.0
-"""Seconds of a processor that a chat template may take for a conversation: it takes milliseconds."""
+"""Seconds of a processor for a conversation that a chat template writes: it takes milliseconds."""
 WRITTEN_CHARACTERS = 2**24
 """Characters that a chat template may write of one conversation."""
 

@@ -3,8 +3,13 @@
 import ast
 import io
 import json
+import os
+import shutil
+import stat
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoint_files import CONFIG, lora_pair
 from console import run_command
@@ -16,8 +21,10 @@ import lsrdecomp
 from lsrdecomp import gateway
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.lora.files.adapter_config import check_module_patterns
+from lsrdecomp.lora.search.result import _from_directory
 
 PACKAGE = Path(lsrdecomp.__file__).parent
+DEMO = PACKAGE / "cli" / "demo_adapter"
 ROOT = PACKAGE.parent
 EVIL = """
 from pathlib import Path
@@ -94,11 +101,10 @@ def verbs(folder, base):
     }
 
 
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
 @pytest.mark.parametrize("verb", ["compress", "calibrate"])
-def test_remote_code_is_refused_in_one_line_without_a_question(part, verb, tmp_path, monkeypatch):
+def test_remote_code_is_refused_in_one_line_without_a_question(verb, tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    base, mark = make_evil(tmp_path, model=part == "model", tokenizer=part == "tokenizer")
+    base, mark = make_evil(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     result = run_command(*verbs(tmp_path, base)[verb])
     assert result.returncode == 2
@@ -107,6 +113,16 @@ def test_remote_code_is_refused_in_one_line_without_a_question(part, verb, tmp_p
     assert "--trust-remote-code" in line
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
+    """transformers has a tokenizer of its own for this kind of model, and takes that."""
+    pytest.importorskip("torch")
+    from lsrdecomp.lora.base.base_files import open_tokenizer
+
+    base, mark = make_evil(tmp_path, model=False)
+    assert type(open_tokenizer(base)).__name__ != "EvilTokenizer"
+    assert not mark.exists()
 
 
 def test_remote_code_of_a_trusted_author_runs(tmp_path, monkeypatch):
@@ -186,3 +202,49 @@ UNSLOTH = (
 )
 def test_patterns_that_tools_write_are_within_the_limits(pattern, tmp_path):
     check_module_patterns({"target_modules": pattern}, tmp_path)
+
+
+# -- what is written for others --------------------------------------------------------------------
+
+
+def test_a_written_directory_names_no_path_of_this_machine(tmp_path, monkeypatch):
+    """People upload it: paths start from the directory, or are names."""
+    here = tmp_path / "here"
+    shutil.copytree(DEMO.with_name("demo_statistics"), here / "statistics")
+    monkeypatch.chdir(tmp_path)
+    words = ("--statistics", here / "statistics", "--separation-rank", "1", "--out", here / "small")
+    done = run_command("compress", DEMO, *words)
+    assert done.returncode == 0, done.stderr
+    for file in (here / "small").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+    record = json.loads((here / "small" / "compression.json").read_text())
+    assert record["settings"]["statistics"] == "../statistics"
+    assert _from_directory(["/elsewhere/of/mine.txt"], here / "small") == ["mine.txt"]
+
+
+def test_a_card_calls_digests_digests(tmp_path):
+    """A reader of the card took the digest of peft_type for a peft_type."""
+    lsrdecomp.compress(DEMO, separation_rank=1).save(tmp_path / "small")
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    record = json.loads(card.partition("```json lsrdecomp\n")[2].partition("\n```")[0])
+    assert "peft_type" in record["config_digests"]
+    assert "config" not in record
+
+
+def test_verify_takes_paths(tmp_path):
+    lsrdecomp.compress(DEMO, separation_rank=1).save(tmp_path / "small")
+    assert lsrdecomp.lora.measure.verify(str(DEMO), tmp_path / "small").passed
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="rights of POSIX")
+def test_a_saved_matrix_has_the_rights_that_the_umask_leaves(tmp_path):
+    matrix = lsrdecomp.decompose(np.eye(4), "2x2, 2x2", rank=1)
+    before = os.umask(0o077)
+    try:
+        path = matrix.save(tmp_path / "m.safetensors")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        os.umask(0o002)
+        path = matrix.save(tmp_path / "m.safetensors", overwrite=True)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o664
+    finally:
+        os.umask(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,16 +66,15 @@ def write_terms(
     if figures is not None:
         metadata["figures"] = json.dumps(dict(figures), sort_keys=True)
     data = save({name: _as_real(array) for name, array in tensors.items()}, metadata)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:  # with the rights that the umask leaves
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
+        partial.replace(path)
     except BaseException as error:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
         raise
@@ -131,8 +130,7 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
 
     Examples
     --------
-    >>> import tempfile
-    >>> import numpy as np
+    >>>     >>> import numpy as np
     >>> from lsrdecomp import SeparatedMatrix
     >>> matrix = SeparatedMatrix.from_factors([np.eye(2)[None]])
     >>> with tempfile.TemporaryDirectory() as folder:

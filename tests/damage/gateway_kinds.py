@@ -168,7 +168,7 @@ TEMPLATES = (
     "{{ 'a' * 10**10 }}",
     "{{ 'a' * 9999999 * 9999999 }}",
     "{{ 'a' * 10000000000 }}",
-    "{% set n = namespace(a='aaaa') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "{% set n = namespace(a='aa') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
     "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
     "{% set a = 'aaaaaaaa' %}" + "{% set a = a ~ a %}" * 60 + "{{ a }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",

@@ -119,8 +119,8 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
         changed.append(weights.name)
     # 4. What the config's record on the card says of its fields.
     fields: tuple[str, ...] = ()
-    if CONFIG in changed and config is not None and isinstance(record.get("config"), dict):
-        fields = tuple(changed_fields(config, record["config"]))
+    if CONFIG in changed and config is not None and isinstance(record.get("config_digests"), dict):
+        fields = tuple(changed_fields(config, record["config_digests"]))
     # 5. What should be there, and what should not.
     has_digests = by_sums == () or recorded_sha256 is not None or in_header is not None
     foreign: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def record_again(adapter: Checkpoint) -> None:
     if card.is_file():
         record: Mapping[str, Any] = {
             "sha256": data_sha256(weights),
-            "config": field_digests(config),
+            "config_digests": field_digests(config),
         }
         text = card_with_record(card.read_text(encoding="utf-8"), record)
         with new_file(card, force=True) as part:
