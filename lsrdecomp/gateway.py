@@ -30,6 +30,8 @@ TEXT_BYTES = 16 * 2**20
 STORED_TEXT_BYTES = 100_000_000
 """Bytes of a JSON file, or of a safetensors header: as many as that library reads. They are in
 the file, and cost memory by their length."""
+TOML_BYTES = 2**15
+"""Bytes of a TOML file: dotted keys cost Python's reader the square of their length."""
 MAX_AXES = 16
 """Axes of a tensor, or Kronecker factors of a layer."""
 MAX_NUMBERS = 2**29
@@ -82,7 +84,7 @@ KINDS = (
     ),
     Kind(
         "TOML: plans, settings",
-        "the nesting that Python's stack holds",
+        f"{TOML_BYTES:,} bytes, the nesting that Python's stack holds",
         "Unknown names and other types are refused by name.",
     ),
     Kind(
@@ -156,6 +158,16 @@ def printable(text: str) -> str:
     'a?[31m?b'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a foreign error, short and printable enough for one of ours.
+
+    It may quote a stranger's bytes.
+    """
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return printable(text[:200])
 
 
 def read_json_text(text: str | bytes, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, dtype_name, to_numpy
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.gateway import read_json_text
+from lsrdecomp.gateway import first_line, read_json_text
 from lsrdecomp.kronecker.normalization import check_weights
 from lsrdecomp.kronecker.rearrange import factor_shape
 
@@ -107,7 +107,8 @@ def read_terms(path: Path) -> tuple[Array, tuple[Array, ...]]:
                 f"its tensors are {pairs}, its header says {shape} of {metadata['dtype']}"
             )
     except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
-        raise CheckpointError(f"not a whole {FILE_KIND}: {error}", path=path) from error
+        reason = first_line(error)
+        raise CheckpointError(f"not a whole {FILE_KIND}: {reason}", path=path) from error
     return weights, tuple(factors)
 
 
@@ -143,7 +144,9 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
         provenance = read_json_text(metadata["provenance"])
         return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
+        raise CheckpointError(
+            f"its provenance cannot be read: {first_line(error)}", path=path
+        ) from error
 
 
 def has_figures(path: Path) -> bool:
@@ -169,7 +172,9 @@ def read_figures(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json_text(metadata["figures"]))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"its figures cannot be read: {error}", path=path) from error
+        raise CheckpointError(
+            f"its figures cannot be read: {first_line(error)}", path=path
+        ) from error
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -184,12 +189,13 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             metadata = file.metadata() or {}
             kind = metadata.get("kind")
             if kind != FILE_KIND:
-                raise CheckpointError(f"holds no {FILE_KIND}; it says kind {kind!r}", path=path)
+                raise CheckpointError(
+                    f"holds no {FILE_KIND}; it says kind {str(kind)[:80]!a}", path=path
+                )
             names = file.keys()
             return metadata, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"not a safetensors file: {reason}", path=path) from error
+        raise CheckpointError(f"not a safetensors file: {first_line(error)}", path=path) from error
 
 
 def _check_place(path: Path, overwrite: bool) -> None:

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from lsrdecomp.arrays import all_finite
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
-from lsrdecomp.gateway import MAX_AXES, MAX_NAME, MAX_NUMBERS, STORED_TEXT_BYTES, printable
+from lsrdecomp.gateway import MAX_AXES, MAX_NAME, MAX_NUMBERS, STORED_TEXT_BYTES
+from lsrdecomp.gateway import first_line as first_line
 from lsrdecomp.lora.files.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.lora.files.file_checks import parse_json, regular_file_size
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
@@ -172,16 +173,6 @@ def derived_tensor(
         return compute().astype(np.float64, copy=False)
 
     return replace(like, shape=shape, dtype="float64", fetch=fetch)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a foreign error, short and printable enough for one of ours.
-
-    It may quote a stranger's bytes.
-    """
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
-    return printable(text[:200])
 
 
 # -- safetensors files, read -----------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _llama_cpp(root: str, adapters: list[Any], adapter: str | None, file: Path) 
 
 def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
     data = reply.get("data") if isinstance(reply, dict) else None
-    models = [entry for entry in data or () if _has_id(entry, str)]
+    models = [entry for entry in data if _has_id(entry, str)] if isinstance(data, list) else []
     if len(models) < 2:
         raise LsrError(
             f"{root}/v1/models names {len(models)} models; "
