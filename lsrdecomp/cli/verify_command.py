@@ -110,7 +110,9 @@ def verify(
     if base is not None and not questions.sources:
         is_for_source = lora.base.takes_base(source, name=opening.name)
     _check_base(base, questions, settings, is_for_source=is_for_source)
-    original = opening.open(source, carry=True, base=base)
+    original = opening.open(
+        source, carry=True, base=base, trust_remote_code=settings.trust_remote_code
+    )
     compressed = _opened(written, opening)
     behaviour = None
     kind = None
