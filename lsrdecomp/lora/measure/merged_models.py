@@ -16,7 +16,7 @@ from lsrdecomp.lora.files.base_modules import weight_files
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.gguf_files import gguf_type, is_gguf_adapter
 from lsrdecomp.lora.files.tensors import DTYPES, read_header
-from lsrdecomp.lora.measure.layer_differences import StoredUpdate
+from lsrdecomp.lora.measure.layer_differences import SAME, StoredUpdate
 from lsrdecomp.lora.measure.symptoms import Reason
 from lsrdecomp.precision import unit_roundoff
 
@@ -191,6 +191,8 @@ def _storage(weights: Weights) -> str:
     samples = [weights[name]() for name in matrices[:4]]
     if all(map(_has_few_values, samples)):
         return "four bits"
+    if all(map(_has_steps_of_eight_bits, samples)):
+        return "eight bits"
     for storage in ("bfloat16", "float16"):
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = [sample.astype(DTYPES[storage]).astype(np.float32) for sample in samples]
@@ -206,6 +208,18 @@ def _has_few_values(weight: Array) -> bool:
         return False
     blocks = np.sort(weight.reshape(-1, BLOCK), axis=1)
     return bool(((np.diff(blocks, axis=1) != 0).sum(1) < BLOCK // 2).all())
+
+
+def _has_steps_of_eight_bits(weight: Array) -> bool:
+    """Return whether each row, or each block, is its largest entry times whole numbers / 127."""
+    if weight.ndim != 2 or weight.shape[1] % BLOCK:
+        return False
+    for groups in (weight, weight.reshape(-1, BLOCK)):
+        largest = np.abs(groups).max(axis=1, keepdims=True)
+        steps = 127.0 * groups.astype(np.float64) / np.where(largest > 0.0, largest, 1.0)
+        if float(np.abs(steps - np.round(steps)).max()) < SAME:
+            return True
+    return False
 
 
 def _tokenizer_differences(path: str | Path, base: str | Path) -> list[str]:

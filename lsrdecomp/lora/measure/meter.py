@@ -8,7 +8,7 @@ are, on texts that are given or that the model writes itself.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,13 +35,14 @@ from lsrdecomp.lora.measure.layer_differences import (
     compare_layers,
 )
 from lsrdecomp.lora.measure.merged_models import MergedModel, is_model
+from lsrdecomp.lora.measure.server_client import LlamaCpp, OpenAi, connect
 from lsrdecomp.lora.measure.symptoms import Reason, reasons_of, where
 from lsrdecomp.lora.measure.verify_files import source_names
 from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -59,6 +60,7 @@ GONE = 0.05
 """Share of the effect below which nothing is left of a LoRA; by hand."""
 N_TEXTS = 64
 """Texts that the model writes where none are given."""
+WRITTEN = "texts that the model wrote"
 VERDICTS = {
     "whole": "Whole: {other} does what {lora} does",
     "reduced": "Reduced: {other} does a part of what {lora} does",
@@ -258,9 +260,9 @@ def measure(
     settings = (settings or EvaluatorSettings()).replace(**options)
     if base is not None:
         check_reachable(base)
-    if base is None and data is not None:
+    is_server = "://" in str(other)
+    if base is None and data is not None and not is_server:
         raise LsrError("outputs are compared on a base: give base= (--base) with the texts")
-    is_server = str(other).startswith(("http://", "https://"))
     work = _Work(Path(lora), base, data, settings, on_step)
     if is_server:
         return work.of_server(str(other), served_as)
@@ -359,21 +361,70 @@ class _Work:
 
     def of_server(self, url: str, served_as: str | None) -> Comparison:
         """Compare with what a running server answers."""
-        prompts = {} if self.data is None else {"prompts": _beginnings(self.data)}
-        server = ask_server(
-            url,
-            self.lora,
-            name=served_as,
-            base=self.base_path,
-            dtype=self.settings.dtype,
-            **prompts,
-        )
+        # 1. Which server it is, and whether the adapter acts there.
+        if not self.lora.exists():
+            raise CheckpointError("no such file or directory", path=self.lora)
+        client = connect(url, served_as, self.lora, needs_base=self.base is None)
+        server = None
+        if isinstance(client, LlamaCpp) or client.base:
+            prompts = {} if self.data is None else {"prompts": _beginnings(self.data)}
+            server = ask_server(
+                url,
+                self.lora,
+                name=served_as,
+                base=self.base_path,
+                dtype=self.settings.dtype,
+                **prompts,
+            )
         reasons = []
-        if not server.acts:
+        if server is not None and not server.acts:
             reasons.append(Reason("not-acting", "the adapter changes nothing there"))
-        elif server.scaled_right is False:
-            reasons.append(Reason("scale", f"it acts at {server.fitted_scale:.3g} times its ΔW"))
-        return Comparison(str(self.lora), url, "server", tuple(reasons), server=server)
+        elif server is not None and server.scaled_right is False:
+            sentence = f"it acts at {server.fitted_scale:.3g} times its ΔW"
+            reasons.append(Reason("scale", sentence))
+        # 2. With a base, its next tokens and whole answers beside the LoRA's.
+        fidelity = None
+        if self.base is not None:
+            fidelity = self._served_fidelity(client)
+        return Comparison(
+            str(self.lora), url, "server", tuple(reasons), fidelity=fidelity, server=server
+        )
+
+    def _served_fidelity(self, client: LlamaCpp | OpenAi) -> Fidelity:
+        """Ask a server about the texts, beside the base with the LoRA."""
+        with needs("a base", "peft"):
+            from lsrdecomp.lora.measure.served_outputs import ServedOutputs
+        source = open_adapter(self.lora, self.base_path)
+        with self._opened(source, self.lora) as (_, opened):
+            meter, n_given = self._meter(opened)
+            served = ServedOutputs(client, meter, self.on_step)
+            behaviour = served.compare()
+            self._announce("comparing whole answers")
+            n_matching, answered = served.whole_answers()
+        return Fidelity.of(
+            behaviour,
+            data=data_name(self.data) if n_given is None else WRITTEN,
+            base=Path(model_name(opened)).name,
+            bytes_before=bytes_to_open(source.weights),
+            bytes_after=0,
+            answered=answered,
+            n_matching=n_matching,
+            n_given=n_given,
+        )
+
+    @contextmanager
+    def _opened(self, source: Checkpoint, config: Path) -> Iterator[tuple[Base, Base]]:
+        """Open the base, and the base with the LoRA; ``config`` says for which task."""
+        self._announce("opening the base")
+        with needs("a base", "peft"):
+            from lsrdecomp.lora.base.base_model import open_base
+        settings = self.settings
+        assert self.base is not None
+        device = settings.device or "cpu"
+        plain = open_base(self.base, config, dtype=settings.dtype, device=device)
+        with TemporaryDirectory() as folder:
+            path = _opened_by_peft(plain, self.lora, source, Path(folder) / "lora")
+            yield plain, plain.with_adapter(path)
 
     def _reasons(
         self,
@@ -402,25 +453,16 @@ class _Work:
         self, source: Checkpoint, path: Path, other: Checkpoint | None, *, is_merged: bool = False
     ) -> Fidelity:
         """Run the base with the LoRA, and what it is compared with."""
-        self._announce("opening the base")
         with needs("a base", "peft"):
-            from lsrdecomp.lora.base.base_model import open_base
             from lsrdecomp.lora.measure.outputs import open_model
-        settings = self.settings
         config = self.lora if (self.lora / CONFIG).is_file() or other is None else path
-        device = settings.device or "cpu"
-        assert self.base is not None
-        plain = open_base(self.base, config, dtype=settings.dtype, device=device)
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            opened = plain.with_adapter(_opened_by_peft(plain, self.lora, source, folder / "lora"))
+        with self._opened(source, config) as (plain, opened), TemporaryDirectory() as folder:
             meter, n_given = self._meter(opened)
             if is_merged:
-                compared = open_model(path, plain, settings.dtype)
+                compared = open_model(path, plain, self.settings.dtype)
             else:
-                compared = plain.with_adapter(
-                    _opened_by_peft(plain, path, other or source, folder / "other")
-                )
+                copy = _opened_by_peft(plain, path, other or source, Path(folder) / "other")
+                compared = plain.with_adapter(copy)
             self._announce("comparing outputs")
             behaviour = meter.compare(compared)
             self._announce("comparing whole answers")
@@ -430,7 +472,7 @@ class _Work:
         size = sum(file.stat().st_size for file in _files_of(path)) if is_merged else 0
         return Fidelity.of(
             behaviour,
-            data=data_name(self.data),
+            data=data_name(self.data) if n_given is None else WRITTEN,
             base=Path(model_name(plain)).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=size or bytes_to_open(_weights_of(path, other)),

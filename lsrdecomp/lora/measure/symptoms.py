@@ -159,7 +159,7 @@ def _scale_reasons(
     reasons = []
     for group in groups:
         factor = median(each.scale or 0.0 for each in group)
-        layers = [each.name for each in group]
+        layers = [name for name in names if any(each.name == name for each in group)]
         causes = _causes(factor, [source.layer(name) for name in layers], merged=merged)
         code = "merged-twice" if causes[:1] == [TWICE] else "scale"
         reason = f": {' or '.join(causes)}" if causes else ""
