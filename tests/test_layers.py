@@ -343,6 +343,7 @@ PUBLIC = {
     "distil",
     "error_curve",
     "load",
+    "measure",
     "open_checkpoint",
     "read_statistics",
     "recompress",

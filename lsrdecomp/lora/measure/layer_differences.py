@@ -6,6 +6,7 @@ difference of a merged weight and the base's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,11 @@ SAME = 0.01
 """Relative error up to which two ΔW are the same: the factors of one in bfloat16 are 0.003 off."""
 PARALLEL = 0.98
 """Cosine from which one ΔW is a multiple of another; by hand."""
-UNLIKE = 0.05
-"""Cosine below which two ΔW have nothing in common: of unrelated ones it is about 1/√(m n)."""
+UNLIKE, CHANCE = 0.05, 5.0
+"""Cosine below which two ΔW have nothing in common, and the same in units of 1/√(m n), which is the
+standard deviation of that of unrelated ones."""
+FAR = 0.9
+"""Relative error from which a layer may be another one; by hand."""
 SCALE_SPREAD = 0.05
 """Relative difference up to which scales are the same; by hand."""
 PROBES = 4
@@ -105,7 +109,11 @@ def compare_layers(
         pair = layer_pair(source, layer)
         differences.append(_compare(layer.name, pair, updates.get(layer.name)))
         compared.add()
-    unlike = [each.name for each in differences if each.code == "unrelated"]
+    unlike = [
+        each.name
+        for each in differences
+        if each.code in ("unrelated", "approximated") and (each.relative_error or 0.0) >= FAR
+    ]
     for name, partner in _exchanged(source, updates, unlike).items():
         index = next(i for i, each in enumerate(differences) if each.name == name)
         differences[index] = replace(differences[index], code="exchanged", resembles=partner)
@@ -144,7 +152,8 @@ def _code(
     if error <= SAME:
         return "same", gain
     if update.is_quantized:  # noise has no direction: the gain shows through it
-        return _quantized_code(gain), gain
+        noise = math.sqrt(max(other_size**2 - (gain * size) ** 2, 0.0))
+        return _quantized_code(gain, noise / (size * math.sqrt(math.prod(pair.shape)))), gain
     if error * size <= update.rounding():
         return "rounded", gain
     if other_size <= SAME * size:
@@ -157,15 +166,15 @@ def _code(
         return "transposed", None
     if _is_permuted(pair, other):
         return "permuted", None
-    if abs(cosine) < UNLIKE:
+    if abs(cosine) < max(UNLIKE, CHANCE / math.sqrt(rows * columns)):
         return "unrelated", None
     # Of a projection of ΔW, such as a truncation, this is 1; of its multiple, the factor.
     return "approximated", other_size**2 / inner
 
 
-def _quantized_code(gain: float) -> str:
-    """Return what a layer of a quantized model looks like."""
-    if abs(gain - 1.0) <= 5 * SCALE_SPREAD:
+def _quantized_code(gain: float, error: float) -> str:
+    """Return what a layer of a quantized model looks like, by its gain and the error of that."""
+    if error > SCALE_SPREAD or abs(gain - 1.0) <= 5 * SCALE_SPREAD:
         return "rounded"
     return "missing" if abs(gain) < 5 * SCALE_SPREAD else "scale"
 

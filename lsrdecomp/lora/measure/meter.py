@@ -20,9 +20,10 @@ from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError, needs
 from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable, model_name
 from lsrdecomp.lora.base.texts import data_for, data_name
-from lsrdecomp.lora.files import CONFIG, open_checkpoint, write_lora
+from lsrdecomp.lora.files import CONFIG, FORMATS, write_lora
 from lsrdecomp.lora.files.base_modules import weight_files
 from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.format import open_bundle
 from lsrdecomp.lora.files.fused_attention import in_diffusers_names
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.provenance import read_provenance
@@ -440,7 +441,7 @@ class _Work:
             differences, source, merged=bool(storage), storage=storage, may_lack=may_lack
         )
         if source.config.get("use_dora") and any(each.code != "same" for each in differences):
-            pairs = open_checkpoint(self.lora, carry=True)
+            pairs = _without_magnitudes(self.lora)
             names = [layer.name for layer in pairs.layers]
             without = compare_layers(pairs, updates)
             if all(each.code in ("same", "rounded") for each in without):
@@ -505,6 +506,14 @@ class _Work:
     def _announce(self, stage: str) -> None:
         if self.on_step is not None:
             self.on_step(ProgressUpdate(stage, 0, 0, ""))
+
+
+def _without_magnitudes(adapter: Path) -> Checkpoint:
+    """Return the plain LoRA that a DoRA is without its magnitudes."""
+    bundle = open_bundle(adapter)
+    tensors = {key: tensor for key, tensor in bundle.tensors.items() if "lora_magnitude" not in key}
+    plain = replace(bundle, tensors=tensors, config={**(bundle.config or {}), "use_dora": False})
+    return next(each for each in FORMATS if each.matches(plain)).read(plain)
 
 
 def _is_broken(reasons: list[Reason]) -> bool:
