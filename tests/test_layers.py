@@ -141,7 +141,7 @@ TORCH_SIDE = {"lora.peft", "lora.base", "lora.train"}
 MEASURED_ON_A_BASE = {
     "evaluator.py",
     "features.py",
-    "outputs.py",
+    "output_meter.py",
     "served_outputs.py",
     "teacher.py",
 }

@@ -38,7 +38,12 @@ from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.lora.files.writing import weight_file
 from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity
-from lsrdecomp.lora.measure.outputs import Meter, default_batch, evaluation_batches, length_limits
+from lsrdecomp.lora.measure.output_meter import (
+    Meter,
+    default_batch,
+    evaluation_batches,
+    length_limits,
+)
 from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 

@@ -174,7 +174,7 @@ def _weights(model: str | Path) -> Weights:
                 tensors[name] = partial(_read, tensor)
         if tensors:
             return tensors
-    from lsrdecomp.lora.measure.outputs import open_weights  # with torch
+    from lsrdecomp.lora.measure.output_meter import open_weights  # with torch
 
     return open_weights(directory)
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.base.texts import Item, Texts
     from lsrdecomp.lora.files import Checkpoint
-    from lsrdecomp.lora.measure.outputs import Meter
+    from lsrdecomp.lora.measure.output_meter import Meter
 
 WHOLE = 0.99
 """Share of the effect from which an output is whole; a LoRA rounded to int8 keeps all but 1e-5."""
@@ -455,7 +455,7 @@ class _Work:
     ) -> Fidelity:
         """Run the base with the LoRA, and what it is compared with."""
         with needs("a base", "peft"):
-            from lsrdecomp.lora.measure.outputs import open_model
+            from lsrdecomp.lora.measure.output_meter import open_model
         config = self.lora if (self.lora / CONFIG).is_file() or other is None else path
         with self._opened(source, config) as (plain, opened), TemporaryDirectory() as folder:
             meter, n_given = self._meter(opened)
@@ -485,7 +485,7 @@ class _Work:
     def _meter(self, source: Base) -> tuple[Meter, int | None]:
         """Return the LoRA's outputs on the texts, and 0 if the model wrote them."""
         from lsrdecomp.lora.base.written_texts import write_texts
-        from lsrdecomp.lora.measure.outputs import Meter
+        from lsrdecomp.lora.measure.output_meter import Meter
 
         n_given = None
         texts: list[Item]

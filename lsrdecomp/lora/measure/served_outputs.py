@@ -20,7 +20,7 @@ from lsrdecomp.lora.base.divergence import ratio_standard_error, without_delta
 from lsrdecomp.lora.base.heads import Head
 from lsrdecomp.lora.base.tokens import tokenize
 from lsrdecomp.lora.files.progress import Counter
-from lsrdecomp.lora.measure.outputs import length_limits
+from lsrdecomp.lora.measure.output_meter import length_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.files.progress import OnStep
-    from lsrdecomp.lora.measure.outputs import Meter
+    from lsrdecomp.lora.measure.output_meter import Meter
     from lsrdecomp.lora.measure.server_client import LlamaCpp, OpenAi, Token
 
 MAX_ASKED = 32
