@@ -27,7 +27,7 @@ from lsrdecomp.lora.files.format import open_bundle
 from lsrdecomp.lora.files.fused_attention import in_diffusers_names
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.provenance import read_provenance
-from lsrdecomp.lora.measure.ask import ServerMeasurement, ask_server
+from lsrdecomp.lora.measure.ask import PROMPTS, ServerMeasurement, ask_server
 from lsrdecomp.lora.measure.fidelity import Fidelity
 from lsrdecomp.lora.measure.layer_differences import (
     SAME,
@@ -368,7 +368,7 @@ class _Work:
         client = connect(url, served_as, self.lora, needs_base=self.base is None)
         server = None
         if isinstance(client, LlamaCpp) or client.base:
-            prompts = {} if self.data is None else {"prompts": _beginnings(self.data)}
+            prompts = {} if self.data is None else {"prompts": _beginnings(self.data)[: len(PROMPTS)]}
             server = ask_server(
                 url,
                 self.lora,
