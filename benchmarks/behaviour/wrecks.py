@@ -13,7 +13,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lsrdecomp as lsr
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.lora.base import find_base, read_examples
+from lsrdecomp.lora.base import find_base
+from lsrdecomp.lora.base.base_files import packaged_file
 from lsrdecomp.lora.compress import export_lora
+from lsrdecomp.lora.files import read_base
+from lsrdecomp.lora.search.layers import layer_pair
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Row = dict[str, Any]
@@ -41,12 +44,15 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--base", default="smollm2")
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--out", type=Path, default=RESULTS / "wrecks.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    texts = read_examples(arguments.data)[: arguments.texts]
+    texts = arguments.work / arguments.data.name
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    lines = arguments.data.read_text(encoding="utf-8").splitlines()[: arguments.texts]
+    texts.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for name in arguments.only or OUTPUTS:
         record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
         if any(row["output"] == name for row in record["rows"]):
@@ -146,6 +152,47 @@ def exported(lora: Path, _base: str, out: Path) -> None:
     export_lora(lsr.open_checkpoint(lora), out, storage="float16", profile="common")
 
 
+def merged_gguf(lora: Path, _base: str, out: Path) -> None:
+    """Add the LoRA to the GGUF file of SmolLM2, whose matrices stay in its four bits."""
+    import gguf
+
+    reader = gguf.GGUFReader(packaged_file())
+    deltas = dict(gguf_deltas(lora))
+    out.mkdir()
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out / "merged.gguf", architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        types = [*field.types, None]
+        writer.add_key_value(name, field.contents(), types[0], types[1])
+    for tensor in reader.tensors:
+        data = tensor.data
+        if tensor.name in deltas:
+            weight = gguf.quants.dequantize(data, tensor.tensor_type) + deltas[tensor.name]
+            data = gguf.quants.quantize(weight.astype("float32"), tensor.tensor_type)
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_deltas(lora: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ΔW by the names of a GGUF file, rows of q and k in its order."""
+    checkpoint = lsr.open_checkpoint(lora)
+    base = read_base(packaged_file())
+    heads = {"attn_q": 9, "attn_k": 3}
+    for layer in checkpoint.layers:
+        delta = layer_pair(checkpoint, layer).to_matrix()
+        name = str(base.find(layer.name))
+        count = heads.get(name.rpartition(".")[2])
+        if count is not None:
+            rows = delta.reshape(count, 2, -1, delta.shape[1])
+            delta = rows.swapaxes(1, 2).reshape(delta.shape)
+        yield f"{name}.weight", delta
+
+
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 OUTPUTS = {
     "export in float16": exported,
@@ -157,6 +204,7 @@ OUTPUTS = {
     "merged twice": merged(times=2.0),
     "merged in int8": merged(load_in_8bit=True),
     "merged in NF4": merged(**NF4),
+    "merged in Q4_1": merged_gguf,
 }
 
 

@@ -98,7 +98,7 @@ def measure(
     figures = {**found.to_json(), "fail_below": fail_below, "passed": found.passed(fail_below)}
     tables.write_json(figures, json)
     if sarif is not None:
-        text = json_module.dumps(sarif_report(found, fail_below), indent=2) + "\n"
+        text = json_module.dumps(_sarif_report(found, fail_below), indent=2) + "\n"
         with tables.files({sarif: text}):
             pass
     if not found.passed(fail_below):
@@ -142,7 +142,7 @@ def _server_sentences(reply: lora.measure.ServerMeasurement, url: str) -> Iterat
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def sarif_report(found: Comparison, fail_below: float | None = None) -> dict[str, Any]:
+def _sarif_report(found: Comparison, fail_below: float | None = None) -> dict[str, Any]:
     """Return a comparison in the static analysis results interchange format, SARIF 2.1.0.
 
     Faults are errors, other reasons notes; a share below the one that was asked for is an error.

@@ -49,10 +49,11 @@ def verify(
     json: JsonFile = None,
     force: ForceFile = False,
 ) -> None:
-    """Measure the errors of a written adapter again, and look for changed files.
+    """Check a written adapter against its source and its records.
 
-    Its errors are compared with those that were recorded. Exit code 1 if they differ, 3 if none
-    were recorded or a record is missing. What it does on a base says `lsrdecomp measure`.
+    Its errors are measured again from the files, and compared with those that were recorded.
+    Changed files are named. Exit code 1 if something differs, 3 if nothing was recorded or a record
+    is missing. What it does on a base says `lsrdecomp measure`.
     """
     del force  # `outputs.checked` reads it
     if base is not None and not lora.base.takes_base(source, name=opening.name):

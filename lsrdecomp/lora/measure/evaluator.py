@@ -42,7 +42,6 @@ from lsrdecomp.lora.measure.output_meter import (
     Meter,
     default_batch,
     evaluation_batches,
-    length_limits,
 )
 from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
@@ -215,7 +214,7 @@ class Evaluator:
         """Raise `DataError` if any prompt is too long, before work is done on the others."""
         if self.source.head is Head.causal_lm and self.source.batches is None:
             prompts = [text for text in texts if isinstance(text, PromptExample)]
-            tokenize(prompts, self.source.tokenizer, **length_limits(self.settings))
+            tokenize(prompts, self.source.tokenizer, **self.settings.prompt_limits)
 
     def announce(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         """Tell ``on_step`` which stage the work is at, and how much of it is done."""

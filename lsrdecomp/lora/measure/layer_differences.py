@@ -133,11 +133,11 @@ def _compare(name: str, pair: LowRank, update: StoredUpdate | None) -> LayerDiff
         sizes = f"{other.shape[0]} x {other.shape[1]} for {pair.shape[0]} x {pair.shape[1]}"
         is_turned = other.shape == pair.shape[::-1]
         return LayerDifference(name, "transposed" if is_turned else "size", size, resembles=sizes)
-    other_size = norm(other)
+    other_size = _norm(other)
     if size == 0.0:
         return LayerDifference(name, "same" if other_size == 0.0 else "unrelated", size)
     error = _distance(pair, other) / size
-    inner = inner_product(pair, other)
+    inner = _inner_product(pair, other)
     code, scale = _code(pair, other, update, (other_size, inner, error))
     return LayerDifference(name, code, size, error, scale)
 
@@ -182,12 +182,12 @@ def _quantized_code(gain: float, error: float) -> str:
 # -- sums over a pair, or a matrix -----------------------------------------------------------------
 
 
-def norm(delta: Delta) -> float:
+def _norm(delta: Delta) -> float:
     """Return ‖ΔW‖_F."""
     return delta.norm if isinstance(delta, LowRank) else float(np.linalg.norm(delta))
 
 
-def inner_product(pair: LowRank, other: Delta) -> float:
+def _inner_product(pair: LowRank, other: Delta) -> float:
     """Return ⟨ΔW, ΔŴ⟩ of a pair and another."""
     return float(np.vdot(pair.left, _times(other, pair.right.T)))
 

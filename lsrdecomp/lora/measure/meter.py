@@ -27,6 +27,7 @@ from lsrdecomp.lora.files.format import open_bundle
 from lsrdecomp.lora.files.fused_attention import in_diffusers_names
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.provenance import read_provenance
+from lsrdecomp.lora.files.writing import weight_file
 from lsrdecomp.lora.measure.ask import PROMPTS, ServerMeasurement, ask_server
 from lsrdecomp.lora.measure.fidelity import Fidelity
 from lsrdecomp.lora.measure.layer_differences import (
@@ -368,7 +369,9 @@ class _Work:
         client = connect(url, served_as, self.lora, needs_base=self.base is None)
         server = None
         if isinstance(client, LlamaCpp) or client.base:
-            prompts = {} if self.data is None else {"prompts": _beginnings(self.data)[: len(PROMPTS)]}
+            prompts = (
+                {} if self.data is None else {"prompts": _beginnings(self.data)[: len(PROMPTS)]}
+            )
             server = ask_server(
                 url,
                 self.lora,
@@ -588,7 +591,8 @@ def _opened_by_peft(plain: Base, path: Path, adapter: Checkpoint, out: Path) -> 
 
 
 def _weights_of(path: Path, other: Checkpoint | None) -> Path:
-    return path if other is None else other.weights
+    """Return the weight file of another adapter, also of one that only PEFT opens."""
+    return weight_file(path) if other is None else other.weights
 
 
 def _files_of(model: Path) -> list[Path]:

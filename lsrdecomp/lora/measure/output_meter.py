@@ -41,11 +41,6 @@ def default_batch(base: Base) -> int:
     return 8 if base.head in TOKEN_HEADS else 32
 
 
-def length_limits(settings: EvaluatorSettings) -> dict[str, Any]:
-    """Return how long prompts may be, as `tokenize` takes it."""
-    return {"max_length": settings.max_length, "truncate": settings.truncate}
-
-
 def evaluation_batches(
     source: Base, texts: Sequence[Item], settings: EvaluatorSettings, size: int
 ) -> Iterator[Batch]:
@@ -60,7 +55,7 @@ def evaluation_batches(
         prompts = [item for item in items if isinstance(item, PromptExample)]
         pairs = [item for item in items if isinstance(item, tuple)]
         if prompts:
-            limits = length_limits(settings)
+            limits = settings.prompt_limits
             yield from prompt_batches(source, prompts, size=size, seed=seed, **limits)
         if pairs:
             max_length = settings.max_length
@@ -138,7 +133,7 @@ class Meter:
             return self._answers
         source = self.source
         prompts = self.prompts[:MAX_ANSWERED]
-        rows = tokenize(prompts, source.tokenizer, **length_limits(self.settings))
+        rows = tokenize(prompts, source.tokenizer, **self.settings.prompt_limits)
         beginnings = [_before_completion(row) for row in rows]
         beginnings = [beginning for beginning in beginnings if beginning]
         if not beginnings:

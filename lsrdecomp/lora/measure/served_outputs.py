@@ -20,7 +20,6 @@ from lsrdecomp.lora.base.divergence import ratio_standard_error, without_delta
 from lsrdecomp.lora.base.heads import Head
 from lsrdecomp.lora.base.tokens import tokenize
 from lsrdecomp.lora.files.progress import Counter
-from lsrdecomp.lora.measure.output_meter import length_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +72,7 @@ class ServedOutputs:
         if source.head is not Head.causal_lm or source.batches is not None:
             raise CalibrationError("a server is compared with a causal language model only")
         texts = [_as_example(text) for text in self.meter.texts[:MAX_ASKED]]
-        rows = tokenize(texts, source.tokenizer, **length_limits(self.meter.settings))
+        rows = tokenize(texts, source.tokenizer, **self.meter.settings.prompt_limits)
         lost: list[float] = []
         effects: list[float] = []
         n_matching = n_positions = 0

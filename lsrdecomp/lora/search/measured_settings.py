@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings, whole_number
 from lsrdecomp.lora.search.plan import ON_DEVICE, TRAINING
@@ -60,6 +60,11 @@ class EvaluatorSettings(Settings):
     seed: Annotated[
         int, ON_COMMAND_LINE, "Seed of the order of the texts, and of which are held out."
     ] = 0
+
+    @property
+    def prompt_limits(self) -> dict[str, Any]:
+        """How long prompts may be, as `lora.base.tokens.tokenize` takes it."""
+        return {"max_length": self.max_length, "truncate": self.truncate}
 
 
 @settings
