@@ -96,6 +96,7 @@ def calibrate(
     with texts_journal, follow(quiet=quiet) as show:
         examples = questions.read(base_model, seed=seed, journal=texts_journal, step=show)
         rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
+        texts = [each for each in examples if isinstance(each, tuple | PromptExample)]
         statistics = run(
             base_model,
             rounds,
@@ -106,7 +107,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            text_profile=TextProfile.of(examples) if base_model.batches is None else None,
+            text_profile=TextProfile.of(texts) if texts else None,
             on_step=show,
         )
     _report(statistics, base_model, out)

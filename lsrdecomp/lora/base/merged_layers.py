@@ -25,7 +25,8 @@ from transformers import AutoConfig
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError, UnsupportedLayerError
 from lsrdecomp.lora.base.base_files import reachable_base
-from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta, open_base
+from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.files.adapter_config import Config, check_carried
 from lsrdecomp.lora.files.format import PREFIX, make_checkpoint, open_bundle
 from lsrdecomp.lora.files.read_limits import MAX_NUMBERS

@@ -212,6 +212,7 @@ def _as_prompt(item: Item) -> PromptExample:
     """Return a given text as an example; a text without a prompt is all completion."""
     if isinstance(item, PromptExample):
         return item
+    assert isinstance(item, tuple)  # files and batches are of models that write no texts
     first, second = item
     if second is None:
         return PromptExample("", first, "a given text")
@@ -356,7 +357,7 @@ class _TextWriter:
         # 2. Keep what is about as long as the given prompts, and none of them.
         lengths = [len(core) - len(beginning) for core in cores]
         shortest, longest = min(lengths) // 2, 2 * max(lengths)
-        prompts = []
+        prompts: list[PromptExample] = []
         for text in written:
             core = text.split(end)[0].rstrip()
             body = f"{beginning}{core}{ending}"

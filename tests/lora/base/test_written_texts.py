@@ -15,8 +15,8 @@ from tiny_language_model import make_base, make_lora  # noqa: E402
 
 from lsrdecomp.errors import LsrError  # noqa: E402
 from lsrdecomp.lora.base import written_texts  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_base  # noqa: E402
 from lsrdecomp.lora.base.dataset import PromptExample  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 from lsrdecomp.lora.base.written_texts import write_texts  # noqa: E402
 from lsrdecomp.lora.files import Journal  # noqa: E402
 
