@@ -170,7 +170,7 @@ def compress(
         to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
         given.setdefault("examples", 2)  # that a report shows, where no other number is asked for
-    merged_base = None  # of a method of PEFT whose ΔW is known only beside it
+    merged_base: str | None = None  # of a method of PEFT whose ΔW is known only beside it
     if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
         merged_base = given.pop("base")
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
