@@ -246,12 +246,12 @@ def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, i
 
 def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftModel:
     """Return an adapter on Linear layers of zeros: merged, their weights are ΔW."""
-    config: Any = PeftConfig.from_pretrained(str(directory))
-    for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
-        if hasattr(config, field):
-            setattr(config, field, None)
-    config.target_modules = [key.removeprefix(PREFIX) for key in shapes]
     try:
+        config: Any = PeftConfig.from_pretrained(str(directory))
+        for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
+            if hasattr(config, field):
+                setattr(config, field, None)
+        config.target_modules = [key.removeprefix(PREFIX) for key in shapes]
         model: Any = _linear_layers(shapes)
         return PeftModel.from_pretrained(model, str(directory), config=config)
     except (ValueError, RuntimeError, TypeError, LookupError) as error:
