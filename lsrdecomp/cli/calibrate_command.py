@@ -86,6 +86,7 @@ def calibrate(
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
         from lsrdecomp.lora.base.calibrate import calibrate as run
+        from lsrdecomp.lora.base.dataset import PromptExample
         from lsrdecomp.lora.base.open_bases import load_base
         from lsrdecomp.lora.base.text_profile import TextProfile
         from lsrdecomp.lora.files import Journal
