@@ -57,8 +57,8 @@ def open_other(
 ) -> Base | None:
     """Open a base that runs on images or sounds, or whose outputs are embeddings.
 
-    Its config tells which it is. Outputs are embeddings where the adapter's task type says so, or it
-    has none and the model no head.
+    Its config tells which it is. Outputs are embeddings where the adapter's task type says so, or
+    it has none and the model no head.
 
     Returns
     -------
