@@ -177,3 +177,30 @@ def test_the_sentences_are_different_short_and_about_many_things():
     random.Random(0).shuffle(sentences)
     firsts = {sentence.split()[0] for sentence in sentences}
     assert len(firsts) > 60
+
+
+def test_sentences_have_the_words_after_which_the_lora_acts_most(source, monkeypatch):
+    def by_word(_writer, prompts):
+        return torch.tensor([2.0 if p.endswith(("Rating:", "SQL:")) else 0.1 for p in prompts])
+
+    monkeypatch.setattr(written_texts, "N_WORDS", 2)
+    monkeypatch.setattr(written_texts._TextWriter, "_first_token_divergences", by_word)
+    prompts = [text.prompt for text in write_texts(source, seed=0, count=60)]
+    ended = [prompt for prompt in prompts if prompt.endswith(("Rating:", "SQL:"))]
+    assert len(ended) > 20
+    assert not any(prompt.endswith("Label:") for prompt in prompts)
+
+
+def test_an_answer_that_does_not_end_is_cut_at_its_first_line(source, monkeypatch):
+    monkeypatch.setattr(written_texts, "BEGINNINGS_SHARE", 0.0)  # of whole texts
+    short, long = " one two", " one two\nthree four five six"
+    monkeypatch.setattr(
+        written_texts,
+        "generate",
+        lambda _model, _tokenizer, prompts, **_options: [
+            short if number % 2 else long for number in range(len(prompts))
+        ],
+    )
+    completions = {text.completion for text in write_texts(source, seed=0, count=60)}
+    assert short in completions
+    assert not any("three" in completion for completion in completions)
