@@ -191,16 +191,16 @@ def test_sentences_have_the_words_after_which_the_lora_acts_most(source, monkeyp
     assert not any(prompt.endswith("Label:") for prompt in prompts)
 
 
-def test_an_answer_that_does_not_end_is_cut_at_its_first_line(source, monkeypatch):
+def test_answers_that_do_not_end_are_cut_to_the_length_of_those_that_do(source, monkeypatch):
     monkeypatch.setattr(written_texts, "BEGINNINGS_SHARE", 0.0)  # of whole texts
-    short, long = " one two", " one two\nthree four five six"
+    monkeypatch.setattr(written_texts, "NEW_TOKENS", 6)
+    answers = [" one two", " one two three four five six", " six\nfive four three two one"]
     monkeypatch.setattr(
         written_texts,
         "generate",
         lambda _model, _tokenizer, prompts, **_options: [
-            short if number % 2 else long for number in range(len(prompts))
+            answers[number % 3] for number in range(len(prompts))
         ],
     )
     completions = {text.completion for text in write_texts(source, seed=0, count=60)}
-    assert short in completions
-    assert not any("three" in completion for completion in completions)
+    assert completions == {" one two", " six"}
