@@ -24,6 +24,7 @@ import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,8 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
+MIN_ENDED = 8
+"""Answers that a LoRA has ended, from which others are cut to their length."""
 MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
@@ -249,12 +252,12 @@ class _TextWriter:
 
         backwards = self._collect(n_backwards, answer_backwards, progress)
         beginnings = self._collect(n_beginnings, self._go_on, progress)
-        texts = _different([*answered, *backwards, *beginnings])
+        texts = _different([*self._cut([*answered, *backwards]), *beginnings])
         # Further sentences make up for what the last two did not bring.
         further = self._collect(
             count - len(texts), answer_sentences, progress, first_round=MAX_ROUNDS
         )
-        return _different([*texts, *further])
+        return _different([*texts, *self._cut(further)])
 
     def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
@@ -429,8 +432,7 @@ class _TextWriter:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
-        for example, text in zip(prompts, completions, strict=True):
-            completion = self._ended(text)
+        for example, completion in zip(prompts, completions, strict=True):
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -440,17 +442,23 @@ class _TextWriter:
                 answered.append(replace(example, completion=completion))
         return answered
 
-    def _ended(self, answer: str) -> str:
-        """Return an answer up to its first line, unless the model has ended it.
+    def _cut(self, answered: Sequence[PromptExample]) -> list[PromptExample]:
+        """Cut answers that the LoRA does not end, to a line and as many words as others have.
 
-        In prompts unlike its own a LoRA often does not end; what follows is no answer any more.
+        In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
         """
-        n_tokens = len(self.source.tokenizer(answer)["input_ids"])
-        if n_tokens < NEW_TOKENS - 2:
-            return answer
-        text = answer.lstrip()
-        space = answer[: len(answer) - len(text)]
-        return space + text.split("\n")[0]
+        ended = [text for text in answered if self._has_ended(text)]
+        n_words = NEW_TOKENS
+        if len(ended) >= MIN_ENDED:
+            n_words = round(median(len(_answer_of(text).split()) for text in ended))
+        return [
+            text if self._has_ended(text) else _shortened(text, max(1, n_words))
+            for text in answered
+        ]
+
+    def _has_ended(self, text: PromptExample) -> bool:
+        """Return whether an answer is so short that the model has ended it."""
+        return len(self.source.tokenizer(_answer_of(text))["input_ids"]) < NEW_TOKENS - 2
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -539,6 +547,23 @@ def _body(example: PromptExample) -> str:
     if contents:
         return contents[-1]
     return example.prompt or example.completion
+
+
+def _answer_of(example: PromptExample) -> str:
+    """Return the answer of an example that was written."""
+    return example.messages[-1]["content"] if example.messages else example.completion
+
+
+def _shortened(example: PromptExample, n_words: int) -> PromptExample:
+    """Return an example with the first line of its answer, and no more words than so many."""
+    answer = _answer_of(example)
+    text = answer.lstrip()
+    space = answer[: len(answer) - len(text)]
+    shorter = space + " ".join(text.split("\n")[0].split(" ")[:n_words])
+    if not example.messages:
+        return replace(example, completion=shorter)
+    *before, reply = example.messages
+    return replace(example, messages=(*before, {**reply, "content": shorter}))
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:
