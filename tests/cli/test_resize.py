@@ -400,7 +400,7 @@ def test_an_image_lora_is_not_sent_to_a_base_that_is_not_run(tmp_path):
     done = run_command(
         "compress", "style.safetensors", "--keep", 0.9, "--out", "small", cwd=tmp_path
     )
-    assert "without one ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
+    assert "without a base ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
     (tmp_path / "b").mkdir()
     with_base = ("--base", "b", "--data", "texts.txt")
     pytest.importorskip("torch")

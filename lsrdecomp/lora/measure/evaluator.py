@@ -17,7 +17,7 @@ from lsrdecomp.lora.base.base_files import resolved_base
 from lsrdecomp.lora.base.batch_rows import examples_in
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.calibrate import calibrate
-from lsrdecomp.lora.base.dataset import PromptExample
+from lsrdecomp.lora.base.dataset import DataError, PromptExample
 from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
@@ -158,6 +158,11 @@ class Evaluator:
         self._check_lengths(texts)
         # 2. Split the texts, of which the model writes more if they are too few.
         reads_texts = self.base.batches is None
+        if not texts and not reads_texts:
+            raise DataError(
+                f"{self.base.name} runs on no texts that it could write: give what it runs on by "
+                "--data (data= in Python), such as a folder of images or sounds"
+            )
         is_short = reads_texts and few_texts(texts)
         self.written = kind_of_written(self.source, texts) if is_short else None
         if self.written is None:
