@@ -14,6 +14,7 @@ from lsrdecomp.lora.base.base_model import Base, has_delta
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.forward import forward, forward_repeatable, predictions_at_a_time
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.tokens import LOSS_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ class _ReferenceBatch:
     batch: Batch
     form_logits: Callable[[], Tensor]  # returns (predictions, classes)
     counts: Tensor  # (examples,): predictions of each example
+    labels: Tensor | None  # (predictions,): the right tokens, where the batch says them
 
 
 class Reference:
@@ -46,6 +48,8 @@ class Reference:
         Predictions of each example.
     effects : Tensor, shape (examples,)
         Σ KL(source ‖ no ΔW) over the predictions of each example, nats.
+    n_right : tuple of int, or None
+        Examples that the base and the source answer as the data do, token by token.
 
     Raises
     ------
@@ -64,10 +68,13 @@ class Reference:
         self._batches: list[_ReferenceBatch] = []
         counts: list[Tensor] = []
         effects: list[Tensor] = []
+        right: list[tuple[int, int]] = []
         for batch in batches:
             # 1. With ΔW. Logits are not held here, only a function that forms them again.
             output, form_logits = forward_repeatable(source, batch)
-            self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
+            labels = _right_tokens(batch, self.head)
+            reference = _ReferenceBatch(batch, form_logits, output.counts, labels)
+            self._batches.append(reference)
             counts.append(output.counts)
             # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
             #    standard error of a comparison needs no more.
@@ -75,10 +82,16 @@ class Reference:
                 plain = forward(source, batch)
             effect = divergences(output.logits, plain.logits, self.head)
             effects.append(sum_by_example(effect, output.counts))
+            if labels is not None:
+                logits = plain.logits, output.logits
+                right.append((_n_right(logits[0], reference), _n_right(logits[1], reference)))
         if not counts or int(torch.cat(counts).sum()) == 0:
             raise CalibrationError("the data give nothing to predict")
         self.counts = torch.cat(counts)
         self.effects = torch.cat(effects)
+        self.n_right = None
+        if len(right) == len(self._batches):
+            self.n_right = sum(base for base, _ in right), sum(lora for _, lora in right)
 
     @property
     def examples(self) -> int:
@@ -107,7 +120,7 @@ class Reference:
         ShapeError
             If the two have logits of different shapes, such as for different classes.
         """
-        lost, n_matching = self.compare_examples(compressed)
+        lost, n_matching, n_right = self.compare_examples(compressed)
         n_predictions = int(self.counts.sum())
         agreement = None
         if self.head is not Head.numbers:
@@ -124,9 +137,10 @@ class Reference:
             effect=self.effect,
             standard_error=ratio_standard_error(lost, self.effects),
             exact_match_rate=exact_match_rate,
+            right=None if self.n_right is None else (*self.n_right, n_right),
         )
 
-    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor]:
+    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor, int]:
         """Compare a compressed adapter's logits with the source's, example by example.
 
         Returns
@@ -135,6 +149,8 @@ class Reference:
             Σ KL(source ‖ compressed) over the predictions of each example, nats.
         n_matching : Tensor, shape (examples,)
             Predictions of each example whose top class is the same.
+        n_right : int
+            Examples that ``compressed`` answers as the data do.
 
         Raises
         ------
@@ -144,6 +160,7 @@ class Reference:
         # One batch at a time: the logits of all texts would not fit in memory.
         lost: list[Tensor] = []
         n_matching: list[Tensor] = []
+        n_right = 0
         with torch.no_grad():
             for reference in self._batches:
                 expected = reference.form_logits()
@@ -156,7 +173,25 @@ class Reference:
                 lost.append(sum_by_example(divergence, reference.counts))
                 matches = (expected.argmax(-1) == actual.argmax(-1)).long().cpu()
                 n_matching.append(sum_by_example(matches, reference.counts))
-        return torch.cat(lost), torch.cat(n_matching)
+                n_right += _n_right(actual, reference)
+        return torch.cat(lost), torch.cat(n_matching), n_right
+
+
+def _right_tokens(batch: Batch, head: Head) -> Tensor | None:
+    """Return the tokens that a batch of prompts and completions is to be answered with."""
+    if head is not Head.causal_lm or LOSS_MASK not in batch:
+        return None
+    mask = batch[LOSS_MASK][:, 1:].bool()
+    labels: Tensor = batch["input_ids"][:, 1:][mask]
+    return labels
+
+
+def _n_right(logits: Tensor, reference: _ReferenceBatch) -> int:
+    """Return the number of examples whose top predictions are all the right tokens."""
+    if reference.labels is None:
+        return 0
+    matches = (logits.argmax(-1).cpu() == reference.labels.cpu()).long()
+    return int((sum_by_example(matches, reference.counts) == reference.counts).sum())
 
 
 def divergences(
