@@ -184,9 +184,11 @@ def _layer_update(name: str, module: BaseTunerLayer) -> LayerUpdate:
         if merged_bias is not None:
             merged_bias = merged_bias.detach().clone()
         module.unmerge()
-    if merged_bias is not None and bias is None:
-        raise ValueError("it gives the layer a bias, which the base has not")
-    is_moved = merged_bias is not None and not torch.equal(merged_bias, bias)
+    is_moved = False
+    if merged_bias is not None:
+        if bias is None:
+            raise ValueError("it gives the layer a bias, which the base has not")
+        is_moved = not torch.equal(merged_bias, bias)
     layer_type = "linear"
     kernel: tuple[int, ...] = ()
     if isinstance(geometry, EmbeddingGeometry):
