@@ -28,6 +28,7 @@ INPUTS = {
     "loras": "directory with a LoRA of SmolLM2 for each of them",
     "published": "a directory with glue/ and e2e/, each as its authors published it",
     "reviews": "SST-2's train.tsv",
+    "shapes": "what benchmarks.images.shapes wrote",
     "tasks": "what benchmarks.language.tasks wrote",
     "work": "a directory where runs are kept",
 }
@@ -224,7 +225,29 @@ JOBS = (
         "--json benchmarks/results/recover-minilm.json --force",
         10,
     ),
+    Job(
+        "embeddings",
+        ("embeddings",),
+        "benchmarks.behaviour.embeddings {reviews} --out {work}/embeddings",
+        6,
+        ("peft",),
+    ),
+    Job("digits", ("digits",), "benchmarks.images.digits --out {work}/digits", 3, ("peft",)),
+    Job(
+        "images",
+        ("images",),
+        "benchmarks.images.by_function {shapes}",
+        12,
+        ("diffusers", "peft"),
+    ),
     Job("kept", ("promise",), "benchmarks.behaviour.kept --data {published}/glue", 2, ("peft",)),
+    Job(
+        "written texts",
+        ("written_texts",),
+        "benchmarks.behaviour.written {tasks} --loras {loras} --work {work}/written",
+        60,
+        ("peft", "gguf"),
+    ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",

@@ -11,6 +11,8 @@ from statistics import fmean, geometric_mean
 import pytest
 
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
+from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
+from lsrdecomp.lora.measure.fidelity import WRITTEN_BIAS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, INDEX, LANGUAGE, SMALL = (
@@ -230,6 +232,14 @@ def in_language_models():
     yield from of_gemma()
     yield from of_speech()
     yield from of_calibration()
+    yield from of_written_texts()
+
+
+def of_written_texts():
+    for written, arm in ((WRITTEN, "none"), (CONTINUED, "few")):
+        found = record("written_texts")["bias"][arm]
+        assert WRITTEN_BIAS[written] == (round(found["mean"], 3), round(found["spread"], 3))
+    yield from ()
 
 
 def of_calibration():

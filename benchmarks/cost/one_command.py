@@ -315,10 +315,10 @@ def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> di
     """Return what a written directory keeps on texts that the command did not have."""
     import torch
 
-    from lsrdecomp.lora.base.base_model import load_pair
     from lsrdecomp.lora.base.batches import prompt_batches
     from lsrdecomp.lora.base.dataset import read_examples
     from lsrdecomp.lora.base.divergence import Reference
+    from lsrdecomp.lora.base.open_bases import load_pair
 
     torch.set_num_threads(1)
     source, compressed = load_pair(base, str(lora), out)

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks import record as records
 from benchmarks.record import RESULTS
-from lsrdecomp.lora.base.base_model import open_base
 from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.base.texts import Example
 from lsrdecomp.lora.compress import truncate
 from lsrdecomp.lora.files import open_checkpoint

@@ -26,8 +26,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from benchmarks import record as records
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
-from lsrdecomp.lora.base.base_model import open_base
 from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.open_bases import open_base
 
 TRAINED = 1000
 """Digits that are trained on; the next are calibrated and held out on, the last judged on."""

@@ -23,8 +23,9 @@ import torch
 from benchmarks import record as records
 from benchmarks.language.judge import Judge, overlaps, said
 from benchmarks.record import RESULTS
-from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.base_model import Base
 from lsrdecomp.lora.base.divergence import without_delta
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 

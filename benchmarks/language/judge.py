@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.base_model import Base
 from lsrdecomp.lora.base.dataset import PromptExample, read_examples
 from lsrdecomp.lora.base.divergence import divergences, without_delta
 from lsrdecomp.lora.base.forward import forward, forward_repeatable
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.base.tokens import prompt_text, token_batches, tokenize
 from lsrdecomp.lora.train.language import generate, overlap
 

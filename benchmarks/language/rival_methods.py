@@ -54,7 +54,8 @@ from lsrdecomp import compress
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import nearest_codes
-from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.base_model import Base
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.compress.rewrite import rewrite
 from lsrdecomp.lora.compress.variants import products_of
 from lsrdecomp.lora.files.file_checks import bytes_to_open

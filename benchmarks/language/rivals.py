@@ -37,8 +37,8 @@ from benchmarks.language.subject import Subject, add_arguments, judged, open_sub
 from benchmarks.record import RESULTS
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.lora.base.autocast import mixed_precision
-from lsrdecomp.lora.base.base_model import load_base
 from lsrdecomp.lora.base.forward import forward
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.peft.kernels import without_autocast

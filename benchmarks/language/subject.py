@@ -14,12 +14,13 @@ import torch
 from peft.helpers import rescale_adapter_scale
 from torch import Tensor, nn
 
-from lsrdecomp.lora.base.base_model import Base, load_base
+from lsrdecomp.lora.base.base_model import Base
 from lsrdecomp.lora.base.batches import prompt_batches
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.dataset import PromptExample, read_examples
 from lsrdecomp.lora.base.divergence import Reference, ratio_standard_error, without_delta
 from lsrdecomp.lora.base.forward import forward_repeatable
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files import Checkpoint, content_key, open_checkpoint
 from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.lora.measure.evaluator import LORA_SCALE

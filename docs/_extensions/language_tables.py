@@ -150,6 +150,22 @@ def by_model(results: dict[str, Any]) -> Table:
     return head, [(*first, *cells) for first, cells in lines.items()]
 
 
+def written_texts(results: dict[str, Any]) -> Table:
+    """Tabulate shares kept on real texts by the texts of compression, and what those estimated."""
+    arms = {"real": "100 prompts", "few": "five prompts", "none": "nothing"}
+    lines = []
+    for row in results["rows"]:
+        if row["arm"] not in arms:
+            continue
+        real, estimate = (
+            f"{row[name]['kept']:.3f} ± {row[name]['standard_error']:.3f}"
+            for name in ("real", "estimate")
+        )
+        lines.append((row["task"], arms[row["arm"]], real, estimate))
+    lines.sort(key=lambda line: (line[0], list(arms.values()).index(line[1])))
+    return ("task", "given", "kept on real texts", "estimated"), lines
+
+
 def answers(results: dict[str, Any], *, task: str) -> Table:
     """Tabulate what versions of one task's LoRA answer, and how far they are on another task."""
     rows = [row for row in results["rows"] if row["task"] == task]
@@ -186,6 +202,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
     "by-model": ("by_model.json", by_model),
+    "written-texts": ("written_texts.json", written_texts),
     "answers-e2e": ("answers.json", partial(answers, task="E2E")),
     "answers-sums": ("answers.json", partial(answers, task="sums")),
 }

@@ -175,7 +175,7 @@ def compress(
     if outputs.report is not None and "base" in given:
         # What a report shows, where no other number is asked for.
         given.setdefault("examples", 4 if to_source_format else 2)
-    merged_base = None  # of a method of PEFT whose ΔW is known only beside it
+    merged_base: str | None = None  # of a method of PEFT whose ΔW is known only beside it
     if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
         merged_base = given.pop("base")
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE
@@ -188,6 +188,8 @@ def compress(
     settings = requests[0].to_json() | of_opening
     if len(requests) > 1:
         settings["ratio"] = given["ratio"]
+    if merged_base is not None:
+        settings["base"] = str(merged_base)
     if "workers" in given:
         settings["workers"] = given["workers"]
     # 2. A LoRA that is to come back in its own format: truncated SVD, and that is all.
@@ -370,7 +372,13 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
             f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "
             "the same texts."
         )
-    yield "The share is an estimate for texts like these; of others less may be kept."
+    if result.fidelity.written is None:
+        yield "The share is an estimate for texts like these; of others less may be kept."
+    else:
+        yield (
+            "The share is an estimate without texts of the LoRA's task; give some by --data for a "
+            "nearer one."
+        )
     if result.mismatches:
         yield "\nAnswers that differ:"
     for pair in result.mismatches:

@@ -12,9 +12,8 @@ import typer
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lsrdecomp.lora.base.base_model import Base
+    from lsrdecomp.lora.base.heads import Batch
     from lsrdecomp.lora.base.texts import Item
     from lsrdecomp.lora.files import Journal
     from lsrdecomp.lora.files.progress import OnStep
@@ -31,8 +30,8 @@ class Questions:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with prompt and completion, with messages, or with text; instead of "
-            "--text."
+            help="JSON lines with prompt and completion, with messages, or with text, or a folder "
+            "of images or sounds; instead of --text."
         ),
     ] = None
     answers: Annotated[
@@ -76,11 +75,21 @@ class Questions:
         from lsrdecomp.lora.base.dataset import read_examples, read_text_pairs
         from lsrdecomp.lora.base.written_texts import write_texts
 
+        if self.data is not None and self.data.is_dir():
+            from lsrdecomp.lora.base.texts import read_data
+
+            return read_data(self.data)
         if self.data is not None:
             return read_examples(self.data)
         if self.text is not None:
             return read_text_pairs(self.text)
         return write_texts(base, seed=seed, journal=journal, on_step=step)
+
+    def kind(self, base: Base) -> str | None:
+        """Return what the examples are called, where there is no source; None where there is."""
+        from lsrdecomp.lora.base.written_texts import kind_of_written
+
+        return None if self.sources else kind_of_written(base, ())
 
     def batches(
         self,
@@ -90,11 +99,13 @@ class Questions:
         *,
         size: int,
         seed: int,
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[Batch]:
         """Return batches of what `read` returned, in an order drawn from ``seed``."""
         from lsrdecomp.lora.base.batches import prompt_batches, text_batches
         from lsrdecomp.lora.base.dataset import PromptExample
 
+        if base.batches is not None:
+            return base.batches(base, examples, size)
         if isinstance(examples[0], PromptExample):
             return prompt_batches(
                 base,

@@ -676,7 +676,10 @@ class SeparatedMatrix:
         return SeparatedMatrix(to_numpy(self.weights), tuple(to_numpy(f) for f in self.factors))
 
     def to_linear_operator(self) -> Any:
-        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays."""
+        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays.
+
+        `lsrdecomp.operators.to_gpytorch` makes one of GPyTorch's.
+        """
         from scipy.sparse.linalg import LinearOperator
 
         matrix = self.to_numpy()

@@ -194,7 +194,8 @@ def require_agreement(
     if np.any(is_other):
         place = _first_place(is_other)
         raise IdentityError(
-            identity, f"{_entry(place, got, reference)}{describe_arguments(inputs)}"
+            identity,
+            f"{_entry(place, got, reference)}{_extent(is_other)}{describe_arguments(inputs)}",
         )
 
     types = [dtype_name(array) for array in arrays_in(inputs)]
@@ -213,7 +214,8 @@ def require_agreement(
     scale = bound or norm(reference[finite])
     # The first entry that alone takes more than its share of what rounding explains.
     share = allowed / math.sqrt(difference.size)
-    place = _first_place(is_other & (abs(difference) >= share))
+    is_wrong = is_other & (abs(difference) >= share)
+    place = _first_place(is_wrong)
     answer_type = dtype_name(got)
     advice = ""
     if answer_type in SINGLE_PRECISION - {*types}:
@@ -221,7 +223,7 @@ def require_agreement(
     raise IdentityError(
         identity,
         f"difference {gap:.3g} (rounding tolerance {allowed:.3g}); "
-        f"{_entry(place, got, reference)}{advice}{describe_arguments(inputs)}",
+        f"{_entry(place, got, reference)}{_extent(is_wrong)}{advice}{describe_arguments(inputs)}",
         gap=gap / scale if scale > 0.0 else None,
     )
 
@@ -286,6 +288,21 @@ def _is_integer(name: str) -> bool:
 def _first_place(is_wrong: np.ndarray) -> tuple[int, ...]:
     """Return the index of the first entry that is true."""
     return tuple(int(i) for i in np.argwhere(is_wrong)[0])
+
+
+def _extent(is_wrong: np.ndarray) -> str:
+    """Return in which rows and columns of a matrix all wrong entries lie, if not everywhere."""
+    if is_wrong.ndim != 2 or np.count_nonzero(is_wrong) < 2:
+        return ""
+    parts = []
+    for name, axis in (("row", 1), ("column", 0)):
+        places = np.flatnonzero(np.any(is_wrong, axis=axis))
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 == is_wrong.shape[1 - axis]:
+            continue
+        span = f"{name} {first}" if first == last else f"{name}s {first} to {last}"
+        parts.append(span)
+    return f"; wrong in {' and '.join(parts)} alone" if parts else ""
 
 
 def _entry(place: tuple[int, ...], got: np.ndarray, reference: np.ndarray) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
+from array_api_compat import is_numpy_namespace
 from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Array, Namespace, namespace, to_numpy
@@ -31,11 +32,24 @@ COMPLEX_OF = {"float32": "complex64", "float64": "complex128"}
 
 FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 CORNER_GROUPS = ("empty", "mixed types", "not finite")
+DERIVED_SHARE = 3
+"""An identity that follows from the first is tried on one case for so many of the first: where the
+first holds it holds too, but for what the code remembers and how its arguments lie."""
+
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 TILES = ((15, 16), (16, 17), (17, 15), (31, 32), (32, 33), (33, 31), (63, 64), (64, 65), (65, 63))
 """Sides about the sizes of blocks that code works in: one less, as many, one more."""
+
+SIDES = (
+    *((6, 14, 8, 13), (14, 8, 13, 6), (8, 13, 6, 14), (13, 6, 14, 8)),
+    *((9, 12, 10, 11), (12, 10, 11, 9), (10, 11, 9, 12), (11, 9, 12, 10)),
+    *((129, 1, 257, 1), (257, 1, 129, 1), (1, 129, 1, 257), (1, 257, 1, 129)),
+    *((257, 1, 1, 129), (1, 257, 129, 1)),
+)
+"""Sides that are not drawn, each of them in each place: up to 14, and a little above 128 and 256,
+with answers of more than 2¹⁵ rows or columns."""
 
 
 class Options(TypedDict, total=False):
@@ -56,10 +70,11 @@ class Options(TypedDict, total=False):
         Relative difference to let pass where rounding explains less: for code that computes in a
         coarser type.
     max_examples : int
-        Cases drawn for each identity, 25 if absent; they are the same in each run.
+        Cases drawn for the definition, 25 if absent, and a third as many for each identity that
+        follows from it; they are the same in each run.
     leave_out : collection of str
-        Corner cases that your code does not promise: ``"empty"`` arrays, ``"mixed types"``,
-        entries that are ``"not finite"``.
+        Corner cases that your code does not promise: ``"empty"`` arrays, ``"mixed types"`` and
+        other types than ``dtype``, entries that are ``"not finite"``.
 
     Examples
     --------
@@ -283,28 +298,79 @@ class CornerArray:
     Attributes
     ----------
     values : array
+        Times 1 + 2i where the cases are complex and ``dtype`` is None.
     dtype : str or None
         Element type; None for that of the cases.
-    is_flipped : bool
-        Whether it is handed over as a view with negative strides, where the library has these.
-    is_read_only : bool
-        Whether it may not be written to, where the library knows that.
+    layout : callable (values, make) -> Array, optional
+        How the array lies in memory, where the library knows of that; ``make`` turns NumPy values
+        into an array.
     """
 
     values: np.ndarray
     dtype: str | None = None
-    is_flipped: bool = False
-    is_read_only: bool = False
+    layout: Layout | None = None
 
     def of(self, cases: Cases) -> Array:
         """Return the array in the library and element type of the cases."""
-        if not self.is_flipped:
-            array = cases.array(self.values, self.dtype)
-            if self.is_read_only and isinstance(array, np.ndarray):
-                array.flags.writeable = False
-            return array
-        flipped = cases.array(np.flip(self.values), self.dtype)
-        return namespace(flipped).flip(flipped)
+        values = self.values
+        if cases.is_complex and self.dtype is None and values.dtype.kind != "c":
+            values = values * (1 + 2j)
+        if self.layout is None:
+            return cases.array(values, self.dtype)
+        return self.layout(values, partial(cases.array, dtype=self.dtype))
+
+
+Layout = Callable[[np.ndarray, Callable[[np.ndarray], Array]], Array]
+
+
+def _flipped(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    flipped = make(np.flip(values))
+    return namespace(flipped).flip(flipped)
+
+
+def _read_only(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    array = make(values)
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
+
+
+def _every_second(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    larger = np.full([2 * side for side in values.shape], 7.0, values.dtype)
+    every_second = (slice(None, None, 2),) * values.ndim
+    larger[every_second] = values
+    return make(larger)[every_second]
+
+
+def _block_of_larger(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    larger = np.full([side + 3 for side in values.shape], 7.0, values.dtype)
+    block = (slice(1, -2),) * values.ndim
+    larger[block] = values
+    return make(larger)[block]
+
+
+def _broadcast(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    first = make(values[:1])
+    return namespace(first).broadcast_to(first, values.shape)
+
+
+def _other_byte_order(values: np.ndarray, make: Callable[[np.ndarray], Array]) -> Array:
+    array = make(values)
+    if isinstance(array, np.ndarray):
+        array = array.astype(array.dtype.newbyteorder())
+    return array
+
+
+OTHER_BYTE_ORDER = "other byte order"
+LAYOUTS: dict[str, Layout] = {
+    "read-only input": _read_only,
+    "Fortran-ordered input": lambda values, make: make(np.asfortranarray(values)),
+    "negative strides": _flipped,
+    "every second row and column": _every_second,
+    "a block of a larger array": _block_of_larger,
+    "a row that is broadcast": _broadcast,
+}
+"""Ways in which the same entries lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +388,11 @@ class Corner:
         Whether the arrays hold zeros, NaN and infinities whose products have one right answer in
         real arithmetic and in dense arrays alone: ∞·(1 + 0j) has parts that are NaN, and a sparse
         array has no zeros to multiply.
-    is_one_object : bool
-        Whether all arguments are the first array, the very same object.
+    share : callable (array) -> arguments, optional
+        Makes all arguments of the first array, which share its memory.
+    fill : callable (shapes) -> sequence of CornerArray, optional
+        Makes the arrays of other shapes, where any shapes go together, so that a failing case can
+        be made small.
     """
 
     name: str
@@ -331,7 +400,13 @@ class Corner:
     function: Callable[..., Any]
     arrays: Sequence[CornerArray]
     is_exceptional: bool = False
-    is_one_object: bool = False
+    share: Callable[[Array], Sequence[Array]] | None = None
+    fill: Callable[[Shapes], Sequence[CornerArray]] | None = None
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether sound code may raise: many libraries take no bytes of another order."""
+        return self.name == OTHER_BYTE_ORDER
 
     def __call__(self, cases: Cases) -> None:
         """Check the arrays in the library and type of the cases."""
@@ -339,22 +414,65 @@ class Corner:
             answers_sparse = getattr(self.function, "answers_sparse", False)
             if answers_sparse or cases.is_complex:
                 return
-        arrays = [array.of(cases) for array in self.arrays]
-        if self.is_one_object:
-            arrays = arrays[:1] * len(arrays)
+        arrays: Sequence[Array] = [array.of(cases) for array in self.arrays]
+        if self.share is not None:
+            arrays = self.share(arrays[0])
         try:
             with np.errstate(all="ignore"):
                 self.check(self.function, *arrays)
         except IdentityError as error:
-            error.identity = f"{self.name}, {error.identity.partition(', ')[2]}"
+            formula = error.identity.partition(", ")[2]
+            if formula:
+                error.identity = f"{self.name}, {formula}"
             raise
 
+    @property
+    def sides(self) -> list[int]:
+        """Sides of the arrays that can be made shorter, the shortest first.
 
-Trial = tuple[str, Callable[[Cases], None]]
-"""A name, and what draws a case and checks it."""
+        A long one that is made shorter before stays as long as another that matters.
+        """
+        if self.fill is None:
+            return []
+        return sorted({side for array in self.arrays for side in array.values.shape})
+
+    def with_sides(self, before: int, after: int) -> Corner:
+        """Return the same corner with all sides of one length made another."""
+        assert self.fill is not None
+
+        def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(after if side == before else side for side in shape)
+
+        shapes = tuple(changed(array.values.shape) for array in self.arrays)
+        return replace(self, arrays=self.fill(shapes))
+
+
+class Trial(NamedTuple):
+    """A name, what draws a case and checks it, and how many cases are drawn.
+
+    Attributes
+    ----------
+    name : str
+    check : callable (Cases) -> None
+    max_examples : int or None
+        None for as many as the settings say.
+    """
+
+    name: str
+    check: Callable[[Cases], None]
+    max_examples: int | None = None
+
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of all arrays that a function takes."""
+
+
+SHARED: dict[str, Callable[[Array], Sequence[Array]]] = {
+    "one array twice": lambda array: (array, array),
+    "a matrix and its transpose": lambda array: (array, namespace(array).matrix_transpose(array)),
+    "overlapping slices": lambda array: (array[:, :-1], array[:, 1:]),
+}
+"""Two arguments that share the memory of one array."""
 
 
 @dataclass(frozen=True)
@@ -378,6 +496,8 @@ class Corners:
     spreads_nan : bool
         Whether the place of NaN in the arrays says where it is in the answer: an identity may be
         multiplied or not.
+    has_free_sides : bool
+        Whether any two matrices go together.
     """
 
     shapes: Mapping[str, Shapes]
@@ -385,26 +505,54 @@ class Corners:
     empty: Mapping[str, Shapes]
     answer: Literal["entry", "product", "sum"]
     spreads_nan: bool = True
+    has_free_sides: bool = False
 
-    def trials(
+    def ordinary(
         self, check: Callable[..., None], function: Callable[..., Any], settings: CheckSettings
     ) -> list[Trial]:
-        """Return the corner cases that the element type can hold, those that tell most first."""
-        found: list[Trial] = []
-        for name, arrays in self._ordinary(settings).items():
-            found.append((name, Corner(name, check, function, arrays)))
+        """Return the corners that every implementation can compute with and the type can hold."""
+        corners = []
+        fill = _repeating if settings.dtype in ("int8", "uint8") else _counting
+        for name, shapes in self.shapes.items():
+            corners.append(self._of_shapes(name, check, function, shapes, fill))
+        for name, shapes in self.tiles.items():
+            corners.append(self._of_shapes(name, check, function, shapes, _repeating))
+        for name, arrays in self._arrays(settings).items():
+            corners.append(Corner(name, check, function, arrays))
         if self._equal is not None:
             arrays = _plain(_counting(self._equal))
-            name = "one array twice"
-            found.append((name, Corner(name, check, function, arrays, is_one_object=True)))
+            for name, share in SHARED.items():
+                if self.has_free_sides or name == "one array twice":
+                    corners.append(Corner(name, check, function, arrays, share=share))
+        return [Trial(corner.name, corner) for corner in corners]
+
+    def exceptional(
+        self, check: Callable[..., None], function: Callable[..., Any], settings: CheckSettings
+    ) -> list[Trial]:
+        """Return the corners of numbers that are not finite, and of empty arrays, told last."""
+        corners = []
         for name, arrays in self._exceptional(settings).items():
-            corner = Corner(name, check, function, arrays, is_exceptional=True)
-            found.append((name, corner))
+            corners.append(Corner(name, check, function, arrays, is_exceptional=True))
         if "empty" not in settings.leave_out:
             for name, shapes in self.empty.items():
-                arrays = _plain(_counting(shapes))
-                found.append((name, Corner(name, check, function, arrays)))
-        return found
+                corners.append(Corner(name, check, function, _plain(_counting(shapes))))
+        return [Trial(corner.name, corner) for corner in corners]
+
+    def _of_shapes(
+        self,
+        name: str,
+        check: Callable[..., None],
+        function: Callable[..., Any],
+        shapes: Shapes,
+        fill: Callable[[Shapes], list[np.ndarray]],
+    ) -> Corner:
+        """Return a corner of these shapes, which is made small where any shapes go together."""
+
+        def arrays(shapes: Shapes) -> list[CornerArray]:
+            return _plain(fill(shapes))
+
+        refill = arrays if self.has_free_sides else None
+        return Corner(name, check, function, arrays(shapes), fill=refill)
 
     @property
     def _equal(self) -> Shapes | None:
@@ -418,38 +566,50 @@ class Corners:
         shapes = self.shapes.values()
         return next((s for s in shapes if all(len(a) == 2 and a[0] == a[1] for a in s)), None)
 
-    def _ordinary(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
-        """Return arrays of numbers that every implementation can compute with."""
+    def _arrays(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
+        """Return arrays of numbers, types and layouts that careless code loses."""
         fill = _repeating if settings.dtype in ("int8", "uint8") else _counting
         first = fill(next(iter(self.shapes.values())))
-        corners = {name: _plain(fill(shapes)) for name, shapes in self.shapes.items()}
-        has_two_types = settings.draws_complex and settings.dtype == "float64" and len(first) > 1
-        if has_two_types and "mixed types" not in settings.leave_out:
-            corners |= _two_types(first)
-        for name, shapes in self.tiles.items():
-            corners[name] = _plain(_repeating(shapes))
-        corners |= _repetitive(first)
-        if self._squares is not None and settings.draws_complex and not settings.is_integer:
-            dtype = COMPLEX_OF.get(settings.dtype, settings.dtype)
-            hermitian = [_hermitian(array) for array in _counting(self._squares)]
-            corners["Hermitian input"] = [CornerArray(array, dtype) for array in hermitian]
         is_exact = settings.tolerance is None and self.answer != "sum"
-        tries_types = settings.dtype == "float64" and is_exact
-        if tries_types and "mixed types" not in settings.leave_out:
-            integers = _large_integers(first, "int32")
-            corners["int64 input"] = [CornerArray(array, "int64") for array in integers]
-            corners["float32 input"] = [CornerArray(array / 3, "float32") for array in first]
-        corners["read-only input"] = [CornerArray(array, is_read_only=True) for array in first]
-        corners["Fortran-ordered input"] = _plain([np.asfortranarray(array) for array in first])
-        corners["negative strides"] = [CornerArray(array, is_flipped=True) for array in first]
+        corners: dict[str, list[CornerArray]] = {}
+        if settings.dtype == "float64" and "mixed types" not in settings.leave_out:
+            if settings.draws_complex and len(first) > 1:
+                corners |= _two_types(first)
+            if is_exact:
+                corners |= _other_types(first, settings)
+        corners |= {name: _plain(arrays) for name, arrays in _repetitive(first).items()}
+        if self._squares is not None:
+            squares = fill(self._squares)
+            corners |= {name: _plain(arrays) for name, arrays in _structured(squares).items()}
+            if settings.draws_complex and not settings.is_integer:
+                dtype = COMPLEX_OF.get(settings.dtype, settings.dtype)
+                hermitian = [_hermitian(array) for array in squares]
+                corners["Hermitian input"] = [CornerArray(array, dtype) for array in hermitian]
+                skew = [CornerArray(1j * array, dtype) for array in hermitian]
+                corners["skew-Hermitian input"] = skew
+        for name, layout in LAYOUTS.items():
+            corners[name] = [CornerArray(array, layout=layout) for array in first]
+            if self._squares is not None:
+                arrays = fill(self._squares)
+                corners[f"{name}, square"] = [CornerArray(a, layout=layout) for a in arrays]
         if settings.is_integer and self.answer != "sum":
             corners["large integers"] = _plain(_large_integers(first, settings.dtype))
         if settings.dtype in ("float32", "float64") and settings.tolerance is None:
             corners["tiny entries"] = _plain([1e-12 * array for array in first])
-        can_be_nan = self.spreads_nan and not settings.is_integer
-        if can_be_nan and "not finite" not in settings.leave_out:
-            with_nan = [np.where(array == 1.0, np.nan, array) for array in first]
-            corners["NaN input"] = _plain(with_nan)
+            # Their products are beyond 64 bits.
+            corners["large whole numbers"] = _plain([1e10 * array for array in first])
+            graded = [array * 1e-4 ** np.arange(array.shape[-1]) for array in first]
+            corners["columns of different size"] = _plain(graded)
+            longest = max(self.tiles.values(), key=lambda shapes: sum(map(math.prod, shapes)))
+            corners["many fractions"] = _plain([array / 3 for array in _repeating(longest)])
+        if not settings.is_integer:
+            corners["negative zeros"] = _plain(
+                [np.where(array == 2.0, -0.0, array) for array in first]
+            )
+            can_be_nan = self.spreads_nan and "not finite" not in settings.leave_out
+            if can_be_nan:
+                with_nan = [np.where(array == 1.0, np.nan, array) for array in first]
+                corners["NaN input"] = _plain(with_nan)
         return corners
 
     def _exceptional(self, settings: CheckSettings) -> dict[str, list[CornerArray]]:
@@ -484,16 +644,29 @@ def trials(
 ) -> list[Trial]:
     """Return each identity on drawn cases, and ``on_corners`` (absent, the first) on corner cases.
 
-    Raises `LsrError` where no identity can be tried in the element type of the settings.
+    The first identity and the corners of arrays come before what follows from it: they tell in
+    which entry of which arrays a fault shows. Raises `LsrError` where no identity can be tried in
+    the element type of the settings.
     """
     checks = [check for check in identities.checks if settings.allows(check)]
-    drawn: list[Trial] = [(check.name, partial(_check_drawn, check, function)) for check in checks]
-    if not drawn:
+    if not checks:
         raise LsrError(f"dtype: no identity of this check can be tried in {settings.dtype}")
+    definition = checks[0].function
+    few = -(-settings.max_examples // DERIVED_SHARE)
+    first: list[Trial] = []
+    derived: list[Trial] = []
+    for check in checks:
+        draw_and_check = partial(_check_drawn, check, function)
+        if check.function is definition:
+            first.append(Trial(check.name, draw_and_check))
+        else:
+            derived.append(Trial(check.name, draw_and_check, few))
     if corners is None:
-        return drawn
-    first = on_corners or identities.checks[0].function
-    return [*drawn, *corners.trials(first, function, settings)]
+        return [*first, *derived]
+    on_corners = on_corners or identities.checks[0].function
+    ordinary = corners.ordinary(on_corners, function, settings)
+    exceptional = corners.exceptional(on_corners, function, settings)
+    return [*first, *ordinary, *derived, *exceptional]
 
 
 def _check_drawn(check: IdentityCheck, function: Callable[..., Any], cases: Cases) -> None:
@@ -505,19 +678,46 @@ def _check_drawn(check: IdentityCheck, function: Callable[..., Any], cases: Case
     check.function(function, *arguments)
 
 
-def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
-    """Return arrays of which two columns are equal, and a row or a column is zero."""
-    equal, rows, columns = ([array.copy() for array in arrays] for _ in range(3))
+def _repetitive(arrays: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Return arrays of which two rows or columns are equal, or zero, or all of the first is."""
+    equal_rows, equal, rows, columns, zero = ([a.copy() for a in arrays] for _ in range(5))
+    for array in equal_rows:
+        array[1:2] = array[:1]
     for array in equal:
         array[..., 1:2] = array[..., :1]
     for array in rows:
         array[0] = 0.0
     for array in columns:
         array[..., -1] = 0.0
+    zero[0][...] = 0.0
     return {
-        "equal columns": _plain(equal),
-        "a row of zeros": _plain(rows),
-        "a column of zeros": _plain(columns),
+        "equal rows": equal_rows,
+        "equal columns": equal,
+        "a row of zeros": rows,
+        "a column of zeros": columns,
+        "zeros alone in the first": zero,
+        "equal entries": [np.full(array.shape, 3.0) for array in arrays],
+        "rank one": [_rank_one(array) for array in arrays],
+    }
+
+
+def _rank_one(array: np.ndarray) -> np.ndarray:
+    """Return an array whose rows are 1, 2, … times the first."""
+    factors = np.arange(1.0, len(array) + 1).reshape(-1, *[1] * (array.ndim - 1))
+    rows: np.ndarray = factors * (array[:1] % 3 + 1)
+    return rows
+
+
+def _structured(squares: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Return square matrices with a structure of which code makes use."""
+    return {
+        "symmetric input": [np.tril(a) + np.tril(a, -1).T for a in squares],
+        "skew-symmetric input": [np.tril(a, -1) - np.tril(a, -1).T for a in squares],
+        "upper triangular input": [np.triu(a) for a in squares],
+        "lower triangular input": [np.tril(a) for a in squares],
+        "diagonal input": [np.diag(np.diag(a)) for a in squares],
+        "a permutation": [np.roll(np.eye(len(a)), 1, axis=0) for a in squares],
+        "the identity": [np.eye(len(a)) for a in squares],
     }
 
 
@@ -555,6 +755,33 @@ def _two_types(arrays: Sequence[np.ndarray]) -> dict[str, list[CornerArray]]:
         [*double, CornerArray(last, "float32")],
     )
     return dict(zip(names, pairs, strict=True))
+
+
+def _other_types(
+    arrays: Sequence[np.ndarray], settings: CheckSettings
+) -> dict[str, list[CornerArray]]:
+    """Return arrays of other types than the drawn ones, which their library has."""
+    signs = [(-1.0) ** array for array in arrays]
+    integers = _large_integers(arrays, "int64")
+    signed = [sign.astype(int) * array for sign, array in zip(signs, integers, strict=True)]
+    thirds = [array / 3 for array in arrays]
+    corners = {
+        "int64 input": [CornerArray(array, "int64") for array in signed],
+        "float32 input": [CornerArray(array, "float32") for array in thirds],
+        OTHER_BYTE_ORDER: [CornerArray(a, layout=_other_byte_order) for a in thirds],
+    }
+    if settings.draws_complex:
+        corners["complex64 input"] = [CornerArray(a * (1 + 2j), "complex64") for a in thirds]
+    if not is_numpy_namespace(settings.xp):
+        return corners  # the standard leaves open what the others do
+    corners["truth values"] = [CornerArray(array % 2 == 1, "bool") for array in arrays]
+    if len(arrays) > 1:
+        *factors, last = arrays
+        whole = [CornerArray(array, "int64") for array in factors]
+        corners["integers and float64"] = [*whole, CornerArray(last / 3, "float64")]
+        fractions = [CornerArray(array / 3, "float64") for array in factors]
+        corners["float64 and integers"] = [*fractions, CornerArray(last, "int64")]
+    return corners
 
 
 def _large_integers(arrays: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:

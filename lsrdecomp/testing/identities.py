@@ -22,7 +22,7 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import Identities, Matrix, Sides
-from lsrdecomp.testing.cases import TILES, Cases, Corners, Options
+from lsrdecomp.testing.cases import SIDES, TILES, Cases, Corners, Options
 from lsrdecomp.testing.runner import check_identities
 
 Kron = Callable[[Array, Array], Array]
@@ -61,19 +61,37 @@ CORNERS = Corners(
         "factors of equal shape": ((2, 3), (2, 3)),
         "large sides": ((6, 9), (7, 8)),
         "square factors": ((3, 3), (2, 2)),
+        "equal squares": ((3, 3), (3, 3)),
         "single columns": ((5, 1), (4, 1)),
         "single rows": ((1, 5), (1, 4)),
+        "a row and a column": ((1, 3), (4, 1)),
+        "a column and a row": ((4, 1), (1, 3)),
+        "one entry first": ((1, 1), (2, 3)),
+        "one entry last": ((2, 3), (1, 1)),
+        "one entry each": ((1, 1), (1, 1)),
+        "a square product of oblong factors": ((2, 3), (3, 2)),
+        "the same sides exchanged": ((3, 2), (2, 3)),
+        "as many entries": ((2, 6), (4, 3)),
+        "as many rows": ((3, 2), (3, 4)),
+        "as many columns": ((2, 3), (4, 3)),
+        "equal inner sides": ((2, 3), (3, 4)),
+        "equal outer sides": ((2, 3), (4, 2)),
+        "a square and as many columns": ((2, 3), (2, 2)),
     },
     tiles={
-        **{f"first factor {m}×{n}": ((m, n), (2, 3)) for m, n in TILES},
-        **{f"second factor {m}×{n}": ((2, 3), (m, n)) for m, n in TILES},
+        **{f"long first factor {m}×{n}": ((m, n), (2, 3)) for m, n in TILES},
+        **{f"long second factor {m}×{n}": ((2, 3), (m, n)) for m, n in TILES},
+        **{f"sides {m}×{n} and {p}×{q}": ((m, n), (p, q)) for m, n, p, q in SIDES},
         "both factors long": ((16, 2), (4, 33)),
+        "more than 65,536 entries": ((40, 41), (8, 6)),
     },
     empty={
         "empty first factor": ((0, 2), (2, 3)),
         "empty second factor": ((2, 3), (2, 0)),
+        "two empty factors": ((0, 3), (0, 2)),
     },
     answer="product",
+    has_free_sides=True,
 )
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from lsrdecomp.arrays import Array, norm, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.testing.agreement import require_agreement
-from lsrdecomp.testing.cases import CheckSettings
+from lsrdecomp.testing.cases import CheckSettings, Trial
 from lsrdecomp.testing.representations import formed_terms
 from lsrdecomp.testing.runner import GuardedFunction, try_identities
 
 if TYPE_CHECKING:
-    from lsrdecomp.testing.cases import Cases, Options, Trial
+    from lsrdecomp.testing.cases import Cases, Options
 
 Build = Callable[[Array, Sequence[Array]], Any]
 Method = Callable[..., Any]
@@ -130,7 +130,7 @@ def check_operator(
     trials: list[Trial] = []
     for name, method in _methods_to_try(sample, methods).items():
         check = partial(_check_method, name, guarded_build, GuardedFunction(method))
-        trials.append((name, check))
+        trials.append(Trial(name, check))
     try_identities(trials, settings)
 
 

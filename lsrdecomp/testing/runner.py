@@ -8,6 +8,7 @@ over all of them would show the failure that is smallest to write, and only that
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
     from lsrdecomp.testing.agreement import Identities
     from lsrdecomp.testing.cases import Corners, Options
+
+
+MAX_NAMES = 16
+"""Other identities and corners that a finding names, at most; by hand."""
+
+INCOMPARABLE = (ValueError, TypeError, IndexError, ArithmeticError)
+"""What comparing raises for an answer of a shape that nothing fits."""
 
 
 class _Raised(Exception):  # noqa: N818 - never leaves this file
@@ -54,14 +62,17 @@ class GuardedFunction:
     def __call__(self, *inputs: Any) -> Any:
         """Call the function; raise for what it raises, changes or answers that is no array."""
         before = [np.array(to_numpy(array)) for array in arrays_in(inputs)]
+        writeable = [_is_writeable(array) for array in arrays_in(inputs)]
         try:
             answer = self._formed(self._function(*inputs))
         except Exception as error:
             raise _Raised(error, inputs) from error
-        after = [to_numpy(array) for array in arrays_in(inputs)]
-        for values, left in zip(before, after, strict=True):
-            if not np.array_equal(values, left, equal_nan=True):
+        for array, values, was_writeable in zip(arrays_in(inputs), before, writeable, strict=True):
+            if not np.array_equal(values, to_numpy(array), equal_nan=True):
                 message = f"your code changed them{describe_arguments(before)}"
+                raise IdentityError("arguments stay as they are", message)
+            if _is_writeable(array) != was_writeable:
+                message = f"your code made them read-only{describe_arguments(before)}"
                 raise IdentityError("arguments stay as they are", message)
         return answer
 
@@ -77,6 +88,11 @@ class GuardedFunction:
         if answer is None or isinstance(answer, np.matrix) or is_list_of_numbers:
             raise TypeError(f"the result is a {type(answer).__name__}, not an array")
         return answer
+
+
+def _is_writeable(array: Any) -> bool:
+    """Return whether an array may be written to, where its library knows that."""
+    return not isinstance(array, np.ndarray) or array.flags.writeable
 
 
 def check_identities(
@@ -117,19 +133,25 @@ def try_identities(trials: Sequence[Trial], settings: CheckSettings) -> None:
     """
     __tracebackhide__ = True
     failures: list[IdentityError] = []
+    identities: dict[str, None] = {}
+    corners: dict[str, None] = {}
     for trial in trials:
         # Only the first failure is shown with its case, so only that case is made small.
         failure = _first_failure(trial, settings, shrink=not failures)
         if failure is not None:
             failures.append(failure)
+            names = corners if isinstance(trial.check, Corner) else identities
+            names[failure.identity.split(",")[0]] = None
     if not failures:
         return
-    first, *others = failures
-    names = dict.fromkeys(error.identity.split(",")[0] for error in others)
+    first = failures[0]
+    names = identities | corners
     names.pop(first.identity.split(",")[0], None)
     message = first.message
     if names:
-        message += f"\n  also broken: {'; '.join(names)}"
+        message += f"\n  also broken: {'; '.join([*names][:MAX_NAMES])}"
+        if len(names) > MAX_NAMES:
+            message += f" and {len(names) - MAX_NAMES} more"
     raise IdentityError(first.identity, message, gap=first.gap, cause=first.cause) from first.cause
 
 
@@ -137,16 +159,13 @@ def _first_failure(
     trial: Trial, check_settings: CheckSettings, shrink: bool
 ) -> IdentityError | None:
     """Return what breaks an identity, with the smallest case that hypothesis finds; else None."""
-    name, check = trial
+    name, check, max_examples = trial
     last_failure: list[IdentityError] = []
 
     def on_case(draw: Callable[[Any], Any]) -> None:
         try:
-            check(Cases(draw, check_settings))
+            _check_unless_tolerated(check, Cases(draw, check_settings))
         except IdentityError as error:
-            tolerance = check_settings.tolerance
-            if tolerance is not None and error.gap is not None and error.gap <= tolerance:
-                return
             last_failure[:] = [error]
             raise
 
@@ -157,24 +176,67 @@ def _first_failure(
 
     try:
         if isinstance(check, Corner):
-            on_case(lambda _: False)  # whether it is complex is the only draw of a corner
-            if check_settings.draws_complex:
-                on_case(lambda _: True)
+            _raise_smallest_failure(check, check_settings, shrink)
         else:
-            _hypothesis_settings(check_settings, shrink)(given(data=st.data())(every_case))()
+            max_examples = max_examples or check_settings.max_examples
+            _hypothesis_settings(max_examples, shrink)(given(data=st.data())(every_case))()
     except IdentityError as error:
         return IdentityError(error.identity, error.message, gap=error.gap, cause=error.cause)
     except _Raised as error:
         return _failure_of_raised(name, error)
     except Flaky:
         return _failure_of_flaky(name, last_failure)
-    except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+    except INCOMPARABLE as error:
         # An answer of a shape that nothing fits.
         return IdentityError(name, f"the answer cannot be compared: {error}", cause=error)
     return None
 
 
-def _hypothesis_settings(check_settings: CheckSettings, shrink: bool) -> settings:
+def _check_unless_tolerated(check: Callable[[Cases], None], cases: Cases) -> None:
+    """Check a case; let a difference pass that is within the tolerance of the settings."""
+    tolerance = cases.settings.tolerance
+    try:
+        check(cases)
+    except IdentityError as error:
+        if tolerance is None or error.gap is None or error.gap > tolerance:
+            raise
+
+
+def _answer(value: Any, _strategy: Any) -> Any:
+    """Return a value for whatever is drawn."""
+    return value
+
+
+def _raise_smallest_failure(corner: Corner, check_settings: CheckSettings, shrink: bool) -> None:
+    """Try a corner case in real and in complex numbers; raise the failure of the smallest sides."""
+    # Whether it is complex is the only draw of a corner.
+    has_both = check_settings.draws_complex and not check_settings.dtype.startswith("complex")
+    draws = (False, True) if has_both else (False,)
+
+    def failure_of(candidate: Corner) -> Exception | None:
+        for is_complex in draws:
+            try:
+                cases = Cases(partial(_answer, is_complex), check_settings)
+                _check_unless_tolerated(candidate, cases)
+            except (IdentityError, _Raised, *INCOMPARABLE) as error:
+                if not (isinstance(error, _Raised) and corner.may_be_refused):
+                    return error
+        return None
+
+    failure = failure_of(corner)
+    if failure is None:
+        return
+    for side in corner.sides if shrink else ():
+        for length in range(1, side):
+            candidate = corner.with_sides(side, length)
+            smaller_failure = failure_of(candidate)
+            if smaller_failure is not None:
+                corner, failure = candidate, smaller_failure
+                break
+    raise failure
+
+
+def _hypothesis_settings(max_examples: int, shrink: bool) -> settings:
     """Return settings by which cases depend on no earlier run and on no machine's speed.
 
     So a profile of hypothesis that the caller has loaded changes nothing here.
@@ -182,7 +244,7 @@ def _hypothesis_settings(check_settings: CheckSettings, shrink: bool) -> setting
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     ignored = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.nested_given]
     return settings(
-        max_examples=check_settings.max_examples,
+        max_examples=max_examples,
         deadline=None,
         derandomize=True,
         database=None,

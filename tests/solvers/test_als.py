@@ -14,7 +14,7 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError, PrecisionError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import tolerance
+from lsrdecomp.precision import ErrorBudget, tolerance
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.cp.hosvd import compress
 from lsrdecomp.solvers.cp.levenberg_marquardt import (
@@ -487,6 +487,38 @@ def test_a_fit_that_is_at_its_end_takes_one_step(rng):
     steps = []
     refine(core, near, 1e-8, iterations=50, rtol=1e-3, progress=SolveProgress(steps.append))
     assert len(steps) <= 1
+
+
+def test_steps_that_serve_a_goal_end_where_it_is_out_of_their_reach(rng):
+    core = rng.standard_normal((6, 6, 6))
+    core /= np.linalg.norm(core)
+    start = alternate(
+        core, CPTerms.of([rng.standard_normal((6, 4)) for _ in range(3)]), 1e-8, sweeps=5, rtol=1e-9
+    )
+
+    def number_of_steps(goal, **options):
+        steps = []
+        progress = SolveProgress(steps.append)
+        options = {"iterations": 60, "rtol": 1e-9} | options
+        fitted = refine(core, start, 1e-8, goal=goal, progress=progress, **options)
+        return len(steps), np.linalg.norm(core - fitted.to_tensor())
+
+    full, misfit = number_of_steps(0.0)
+    assert number_of_steps(0.2, is_for_goal=True)[0] <= 6 < full
+    # A goal within reach is reached all the same.
+    _, reached = number_of_steps(misfit + 1e-3, is_for_goal=True)
+    assert reached <= misfit + 1e-3
+
+
+def test_a_budget_on_noise_in_three_factors_takes_few_steps():
+    """It took 777, nearly all on paths of the penalty that fell short of the goal."""
+    rng = np.random.default_rng(1440510676)
+    matrix = rng.standard_normal((100, 12))
+    budget = ErrorBudget(rtol=0.55, storage="float8_e5m2")
+    result = decompose(matrix, "5x4, 4x1, 5x3", budget=budget)
+    assert result.relative_error <= 0.55
+    assert result.bytes <= 840
+    assert len(result.sweeps) < 600
 
 
 def test_an_easy_problem_ends_with_two_fits_that_agree():

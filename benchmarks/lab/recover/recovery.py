@@ -27,8 +27,8 @@ from benchmarks.lab.recover.plan import (
 from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import Suite
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.lora.base.base_model import load_base
 from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.compress.distil_lora import distil
 from lsrdecomp.lora.compress.distil_settings import DistilSettings
 from lsrdecomp.lora.files.progress import Counter, OnStep

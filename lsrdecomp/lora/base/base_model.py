@@ -1,7 +1,6 @@
 """A base model and what its outputs are, opened plain or with an adapter on it.
 
-Text models are opened here, by the task type in an adapter's config; models of images, sounds and
-embeddings in `other_bases`, diffusion models in `diffusion_base`.
+Models of texts are opened here, by the task type in an adapter's config; `open_bases` opens any.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from transformers import (
 import lsrdecomp.lora.peft  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.errors import CalibrationError, CheckpointError
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
+from lsrdecomp.lora.base.batch_rows import call_with, join_rows
 from lsrdecomp.lora.base.dataset import DataError
 from lsrdecomp.lora.base.expert_layers import attach_adapter
 from lsrdecomp.lora.base.heads import Batch, Head
-from lsrdecomp.lora.base.rows import call_with, join_rows
 from lsrdecomp.lora.base.texts import Example, Item
 from lsrdecomp.lora.base.tokens import model_inputs
 from lsrdecomp.lora.files import Checkpoint, open_checkpoint, write_lora
-from lsrdecomp.lora.files.file_checks import is_diffusers, sha256
+from lsrdecomp.lora.files.file_checks import sha256
 from lsrdecomp.lora.files.format import CONFIG
 from lsrdecomp.lora.files.records import LoraLayer
 from lsrdecomp.lora.files.tensors import first_line, read_header
@@ -50,8 +49,6 @@ LOADERS = {
     "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
 }
 """Class of transformers and head of a base, by the task type in an adapter's config."""
-DTYPES = ("float32", "bfloat16")
-"""Precisions a base may be opened in."""
 HEAD_WEIGHTS = (
     "classifier.weight",
     "score.weight",
@@ -74,13 +71,16 @@ class Base:
     It is how to run a batch (``outputs``), and what its output is (``head``). For a model of one's
     own, whose outputs are numbers, a module is enough where a base is asked for (`own_base`).
 
-    The last three fields are empty for a plain base.
+    What is said of an adapter is empty for a plain base.
     """
 
     name: str
     model: nn.Module
     tokenizer: Any  # or what else prepares inputs, such as an image processor
     head: Head
+    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
+    adapter_base: str = ""  # what the adapter's config calls its base
+    adapter_sha256: str = ""  # of the adapter's weight file
     outputs: Callable[[nn.Module, Batch], Tensor] = model_logits
     batches: Callable[[Base, Sequence[Item], int], Iterator[Batch]] | None = None
     """Makes batches of about so many items; absent, of texts and prompts."""
@@ -89,9 +89,6 @@ class Base:
     pictures: Callable[[Base, Sequence[Example]], list[bytes]] | None = None
     """Draws the images of some examples as PNG files, where the model makes images."""
     measured_part: str = ""  # the part of the model that runs: beginning of its modules' names
-    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
-    adapter_base: str = ""  # what the adapter's config calls its base
-    adapter_sha256: str = ""  # of the adapter's weight file
 
     def with_adapter(self, adapter: str | Path) -> Base:
         """Return the base with an adapter on it: a directory that PEFT opens, or a LoRA file.
@@ -158,92 +155,16 @@ class Base:
             return PeftModel.from_pretrained(model, str(written))
 
 
-def load_base(
-    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+def open_text_base(
+    base: str | Path, adapter: str | Path, *, dtype: torch.dtype, device: str
 ) -> Base:
-    """Open a base with an adapter on it.
-
-    Parameters
-    ----------
-    base : str or path
-        A name or directory that transformers opens, a GGUF file, or ``"smollm2"``; see
-        `lora.base.base_files.find_base`.
-    adapter : path
-        A PEFT directory: LoRA, LSR or any other kind PEFT opens.
-    dtype, device : str
-        Precision and device of the base.
+    """Open a model of texts, with the kind of head that ``adapter`` was trained for.
 
     Raises
     ------
     CheckpointError
-        If the adapter's head does not fit, or its task type is none of `LOADERS`.
+        If the adapter's task type is none of `LOADERS`.
     """
-    return open_base(base, adapter, dtype=dtype, device=device).with_adapter(adapter)
-
-
-def load_pair(
-    base: str | Path,
-    source: str | Path,
-    compressed: str | Path,
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> tuple[Base, Base]:
-    """Open the same base twice, once with each adapter; its large weights are held once.
-
-    Parameters
-    ----------
-    base : str or path
-        As `load_base` takes it.
-    source, compressed : path
-        PEFT directories of one task type, of any kinds PEFT opens.
-    dtype, device : str
-        Precision and device of the base.
-
-    Raises
-    ------
-    CheckpointError
-        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks: its outputs would
-        be noise.
-    """
-    n_source = _n_saved_classes(source)
-    n_compressed = _n_saved_classes(compressed)
-    if n_source != n_compressed:
-        raise CheckpointError(
-            "the adapters have different heads, "
-            f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
-            f"{compressed}; their outputs cannot be compared"
-        )
-    plain = open_base(base, source, dtype=dtype, device=device)
-    return plain.with_adapter(source), plain.with_adapter(compressed)
-
-
-def open_base(
-    base: str | Path | nn.Module | Base,
-    adapter: str | Path,
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Base:
-    """Open the plain base, with the kind of head that ``adapter`` was trained for.
-
-    Parameters and errors are those of `load_base`; a base that is open already is taken as it is.
-    """
-    if isinstance(base, Base):
-        return base
-    if isinstance(base, nn.Module):
-        return own_base(base.to(device))
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
-    if is_diffusers(base):
-        from lsrdecomp.lora.base.diffusion_base import open_diffusion
-
-        return open_diffusion(base, dtype=getattr(torch, dtype), device=device)
-    from lsrdecomp.lora.base.other_bases import open_other
-
-    other = open_other(base, adapter, dtype=getattr(torch, dtype), device=device)
-    if other is not None:
-        return other
     # 1. The task type in the adapter's config says which class of transformers opens the base.
     task_type = adapter_task(Path(adapter))
     loader, head = LOADERS[task_type]
@@ -251,7 +172,7 @@ def open_base(
     options = {}
     if head not in (Head.causal_lm, Head.seq2seq):
         options = head_options(adapter)
-    model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **options)
+    model, tokenizer = load_model(loader, base, dtype=dtype, **options)
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.numbers  # one class is a score
     return Base(str(base), model.to(device), tokenizer, head)
@@ -264,7 +185,12 @@ def own_base(model: nn.Module) -> Base:
     of transformers or diffusers.
     """
     return Base(
-        type(model).__name__, model.eval(), None, Head.numbers, _first_output, given_batches
+        type(model).__name__,
+        model.eval(),
+        None,
+        Head.numbers,
+        outputs=_first_output,
+        batches=given_batches,
     )
 
 
@@ -295,7 +221,7 @@ def given_batches(_base: Base, items: Sequence[Item], size: int) -> Iterator[Bat
 
 def head_options(adapter: str | Path) -> dict[str, Any]:
     """Return the number of classes as a loader's argument, if an adapter brings a head."""
-    n_classes = _n_saved_classes(adapter)
+    n_classes = n_saved_classes(adapter)
     return {} if n_classes is None else {"num_labels": n_classes}
 
 
@@ -309,8 +235,9 @@ def adapter_task(adapter: Path) -> str:
     """
     if not (adapter / "adapter_config.json").is_file():
         raise CheckpointError(
-            "has no adapter_config.json, so it is no adapter of PEFT, and only PEFT adapters of "
-            "text models can be run on a base; compress a LoRA file without one: "
+            "has no adapter_config.json, so it is no adapter of PEFT, as models of transformers "
+            "need; for a LoRA of an image model name its pipeline, a directory with a "
+            "model_index.json, or compress the file without a base: "
             f"lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4 --out small.safetensors",
             path=adapter,
         )
@@ -323,15 +250,15 @@ def adapter_task(adapter: Path) -> str:
     task_type = str(getattr(config.task_type, "value", config.task_type))
     if task_type not in LOADERS:
         raise CheckpointError(
-            f"task type {task_type!r} is not one of {', '.join(LOADERS)}: only text models can be "
-            "calibrated (a diffusion model's has none); if it is one, write "
+            f"task type {task_type!r} is not one of {', '.join(LOADERS)}, and the base is none of "
+            "images, sounds or embeddings; if it writes or classifies text, write "
             '"task_type": "CAUSAL_LM" or another into adapter_config.json',
             path=adapter,
         )
     return task_type
 
 
-def _n_saved_classes(adapter: str | Path) -> int | None:
+def n_saved_classes(adapter: str | Path) -> int | None:
     """Return the number of classes of the head in an adapter's file; None if it has no head."""
     weights = Path(adapter) / WEIGHTS
     if not weights.exists():

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.accumulators import Counts, LayerSums, group_by_memory, sums_memory
+from lsrdecomp.lora.base.batch_rows import examples_in, tensors_in
 from lsrdecomp.lora.base.covariance import CovarianceSettings
 from lsrdecomp.lora.base.divergence import divergences, without_delta
 from lsrdecomp.lora.base.expert_layers import least_used_expert
@@ -50,7 +51,6 @@ from lsrdecomp.lora.base.measured_model import (
     modules_by_name,
     recompute_activations,
 )
-from lsrdecomp.lora.base.rows import examples_in, tensors_in
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood, watched
 from lsrdecomp.lora.base.statistics_files import (
     check_output,

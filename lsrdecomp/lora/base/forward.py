@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.lora.base.batch_rows import map_tensors
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head, loss_mask, prediction_logits
-from lsrdecomp.lora.base.rows import map_tensors
 from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def forward_repeatable(
     def run_again() -> Tensor:
         return forward(base, batch).logits
 
-    holds_logits = output.layer is None
+    # Numbers are no more than the model read.
+    holds_logits = output.layer is None and base.head is not Head.numbers
     if holds_logits and output.hidden.shape[-1] > max_kept_classes:
         return output, run_again
     return output, form_from_kept_rows

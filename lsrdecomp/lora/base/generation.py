@@ -68,6 +68,7 @@ def generate(
     choice: dict[str, Any] = {"do_sample": False}
     if seed is not None:
         choice = {"do_sample": True, "temperature": 1.0, "top_p": top_p, "top_k": 0}
+    ends = [token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None]
     shortest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     completions = [""] * len(prompts)
     # Encoder-decoder models return the completion alone.
@@ -85,7 +86,7 @@ def generate(
                 max_new_tokens=new_tokens,
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=[tokenizer.eos_token_id, *end_tokens],
+                eos_token_id=ends or None,
                 **choice,
             )
             new_ids = output_ids[:, input_ids.shape[1] :] if returns_prompt else output_ids

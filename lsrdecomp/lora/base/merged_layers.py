@@ -7,6 +7,7 @@ full.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,8 @@ from transformers import AutoConfig
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError, UnsupportedLayerError
 from lsrdecomp.lora.base.base_files import reachable_base
-from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta, open_base
+from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.files.adapter_config import Config, check_carried
 from lsrdecomp.lora.files.format import PREFIX, make_checkpoint, open_bundle
 from lsrdecomp.lora.files.read_limits import MAX_NUMBERS
@@ -97,16 +99,19 @@ def merged_checkpoint(
     check_carried(config)
     directory = bundle.weights.parent
     peft_type = config.text("peft_type")
+    # 1. Put the adapter on layers of zeros, where ΔW needs only their sizes, or on its base.
     shapes = layer_shapes(peft_type, bundle.tensors)
-    if shapes is None and base is None:
-        return None
-    if shapes is None and peft_type in SIZE_METHODS and config.raw.get("init_weights") != "bat":
-        shapes = _shapes_in_base(base, directory)
+    if shapes is None and base is not None and peft_type in SIZE_METHODS:
+        is_of_weights = config.raw.get("init_weights") == "bat"  # a variant of MiSS
+        shapes = None if is_of_weights else _shapes_in_base(base, directory)
     if shapes is not None:
         _check_memory(shapes, max_memory, bundle)
         model = _on_zeros(directory, shapes)
-    else:
+    elif base is not None:
         model = cast("PeftModel", open_base(base, directory).with_adapter(directory).model)
+    else:
+        return None
+    # 2. Keep a pair of each layer.
     folder = TemporaryDirectory(prefix="lsrdecomp-")
     layers = []
     beside = _beside_method(bundle, model)
@@ -125,6 +130,7 @@ def merged_checkpoint(
         layers.append(layer)
         if "bias" in parts:
             extras[f"{PREFIX}{update.name}.base_layer.bias"] = parts["bias"]
+    # 3. Describe it as the plain LoRA that it is read as.
     raw = dict(config.raw)
     if raw.get("bias") != "all" and (raw.get("bias", "none") != "none" or extras != beside):
         raw["bias"] = "lora_only"
@@ -133,7 +139,7 @@ def merged_checkpoint(
     method = "dora" if config.raw.get("use_dora") else peft_type.lower()
     note = f"{peft_type} on {base}" if base is not None else f"{peft_type}, formed by PEFT"
     return make_checkpoint(
-        replace(bundle, tensors=tensors),  # as of the plain LoRA that it is read as
+        replace(bundle, tensors=tensors),
         f"peft-{method}",
         layers,
         extras,
@@ -178,21 +184,25 @@ def _layer_update(name: str, module: BaseTunerLayer) -> LayerUpdate:
         if merged_bias is not None:
             merged_bias = merged_bias.detach().clone()
         module.unmerge()
-    if merged_bias is not None and bias is None:
-        raise ValueError("it gives the layer a bias, which the base has not")
-    is_moved = merged_bias is not None and not torch.equal(merged_bias, bias)
-    layer_type, kernel = "linear", ()
+    is_moved = False
+    if merged_bias is not None:
+        if bias is None:
+            raise ValueError("it gives the layer a bias, which the base has not")
+        is_moved = not torch.equal(merged_bias, bias)
+    layer_type = "linear"
+    kernel: tuple[int, ...] = ()
     if isinstance(geometry, EmbeddingGeometry):
         layer_type = "embedding"
     elif isinstance(geometry, ConvGeometry):
-        layer_type, kernel = "conv", geometry.weight_shape[2:]
+        layer_type = "conv"
+        kernel = geometry.weight_shape[2:]
     elif geometry.transposed:
         layer_type = "conv1d"
     return LayerUpdate(name, layer_type, kernel, delta, merged_bias if is_moved else None)
 
 
 @contextmanager
-def _in_double_precision(module: nn.Module) -> Iterator[None]:
+def _in_double_precision(module: Any) -> Iterator[None]:
     """Hold a layer in double precision inside a ``with`` block; set back the very tensors after.
 
     That includes what it shares with other layers, such as VeRA's projections.
@@ -219,7 +229,7 @@ def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, i
     Of the base only the config is read. None if a layer is none of `nn.Linear`.
     """
     found = reachable_base(base)
-    loader, _ = LOADERS[adapter_task(directory)]
+    loader: Any = LOADERS[adapter_task(directory)][0]
     try:
         with torch.device("meta"):
             model = loader.from_config(AutoConfig.from_pretrained(found))
@@ -239,6 +249,22 @@ def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, i
 
 def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftModel:
     """Return an adapter on Linear layers of zeros: merged, their weights are ΔW."""
+    try:
+        config: Any = PeftConfig.from_pretrained(str(directory))
+        for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
+            if hasattr(config, field):
+                setattr(config, field, None)
+        config.target_modules = [key.removeprefix(PREFIX) for key in shapes]
+        model: Any = _linear_layers(shapes)
+        return PeftModel.from_pretrained(model, str(directory), config=config)
+    except (ValueError, RuntimeError, TypeError, LookupError) as error:
+        raise CheckpointError(
+            f"PEFT does not open it: {first_line(error)}", path=directory
+        ) from error
+
+
+def _linear_layers(shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
+    """Return a model of Linear layers of zeros, by their names with PEFT's prefix."""
     model = nn.Module()
     for key, (rows, columns) in shapes.items():
         *parents, last = key.removeprefix(PREFIX).split(".")
@@ -250,12 +276,7 @@ def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftMod
         layer = nn.Linear(columns, rows, bias=False, device="meta")
         layer.weight = nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
         parent.add_module(last, layer)
-    config = PeftConfig.from_pretrained(str(directory))
-    for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
-        if hasattr(config, field):
-            setattr(config, field, None)
-    config.target_modules = [key.removeprefix(PREFIX) for key in shapes]  # type: ignore[attr-defined]
-    return PeftModel.from_pretrained(model, str(directory), config=config)  # type: ignore[arg-type]
+    return model
 
 
 def _check_memory(
@@ -292,6 +313,8 @@ def low_rank_pair(delta: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     norm = float(delta.norm())
     rows, columns = delta.shape
+    if not math.isfinite(norm):
+        return None  # whoever reads it is told which layer is not finite
     if norm == 0.0:
         return delta.new_zeros(rows, 1), delta.new_zeros(1, columns)
     full_rank = min(rows, columns)
@@ -299,16 +322,16 @@ def low_rank_pair(delta: Tensor) -> tuple[Tensor, Tensor] | None:
     coefficients = delta
     if full_rank > SMALL_SIDE:
         generator = torch.Generator().manual_seed(0)
-        width = 32
+        width = 0
         while True:
-            if 2 * width > full_rank:
-                return None
+            if 2 * width == full_rank - full_rank % 2:
+                return None  # a pair of more than half the rank would hardly take fewer numbers
+            width = min(max(32, 4 * width), full_rank // 2)
             draws = torch.randn(columns, width, generator=generator, dtype=delta.dtype)
             basis = torch.linalg.qr(delta @ draws.to(delta.device)).Q
             coefficients = basis.T @ delta
             if float((delta - basis @ coefficients).norm()) <= ROUNDING * norm:
                 break
-            width *= 4
     left, sigma, right = torch.linalg.svd(coefficients, full_matrices=False)
     tails = sigma.square().flip(0).cumsum(0).flip(0).sqrt()
     rank = max(1, int((tails > ROUNDING * norm).sum()))
@@ -335,12 +358,13 @@ def _held(
     tensor: StoredTensor, folder: TemporaryDirectory[str], bundle: Bundle, name: str
 ) -> StoredTensor:
     """Return a tensor that keeps its temporary directory, and is called as its layer is."""
-
-    def fetch() -> Array:
-        assert folder.name
-        return tensor.read()
-
+    fetch = partial(_read_in, folder, tensor)
     return replace(tensor, name=name, path=bundle.weights, fetch=fetch)
+
+
+def _read_in(_folder: TemporaryDirectory[str], tensor: StoredTensor) -> Array:
+    """Read a tensor; its temporary directory lives as long as whoever can call this."""
+    return tensor.read()
 
 
 def _lora_layer(update: LayerUpdate, parts: Mapping[str, StoredTensor]) -> LoraLayer:
@@ -370,7 +394,8 @@ def _lora_layer(update: LayerUpdate, parts: Mapping[str, StoredTensor]) -> LoraL
 
 def _beside_method(bundle: Bundle, model: PeftModel) -> dict[str, StoredTensor]:
     """Return the tensors of a file that are no part of its method: heads, biases, token rows."""
-    stem = re.match(r"[^_]*_", model.base_model.prefix)
+    tuner: Any = model.base_model
+    stem = re.match(r"[^_]*_", tuner.prefix)
     assert stem is not None
     of_method = re.compile(rf"(^|\.){stem[0]}")
     return {key: tensor for key, tensor in bundle.tensors.items() if of_method.search(key) is None}

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from lsrdecomp.errors import CheckpointError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.base.texts import Item
 
+EMBEDDING_TASK = "FEATURE_EXTRACTION"
+"""PEFT's task type of embeddings."""
 MAX_NEW_TOKENS = 128
 """Maximum tokens that a model of sounds writes down of one."""
 POOLING = Path("1_Pooling") / "config.json"
@@ -54,7 +57,8 @@ def open_other(
 ) -> Base | None:
     """Open a base that runs on images or sounds, or whose outputs are embeddings.
 
-    Its config tells which it is; an adapter with a task type of texts has another opener.
+    Its config tells which it is. Outputs are embeddings where the adapter's task type says so, or
+    it has none and the model no head.
 
     Returns
     -------
@@ -79,7 +83,7 @@ def open_other(
     if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         model = AutoModelForSpeechSeq2Seq.from_pretrained(directory, **options)
         reader = _SoundReader(directory)
-        return Base(str(base), model.to(device), reader, Head.seq2seq, batches=sound_batches)
+        return Base(str(base), model.to(device), reader, Head.seq2seq, batches=_sound_batches)
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         options |= head_options(adapter)
         model = AutoModelForImageClassification.from_pretrained(
@@ -87,16 +91,16 @@ def open_other(
         )
         processor: Any = AutoImageProcessor.from_pretrained(directory)  # type: ignore[no-untyped-call]
         return Base(
-            str(base), model.to(device), processor, Head.classification, batches=image_batches
+            str(base), model.to(device), processor, Head.classification, batches=_image_batches
         )
-    if read_json(config_file).get("task_type") in LOADERS:
-        return None
-    if any(name.endswith("ForCausalLM") for name in config.architectures or ()):
+    task_type = read_json(config_file).get("task_type")
+    is_plain = set(config.architectures or ()) <= set(MODEL_MAPPING_NAMES.values())
+    if task_type in LOADERS or (task_type != EMBEDDING_TASK and not is_plain):
         return None
     model = AutoModel.from_pretrained(directory, **options).to(device)
     tokenizer = open_tokenizer(base)
     model.pools_first_token = _pools_first_token(Path(directory))
-    return Base(str(base), model, tokenizer, Head.numbers, sentence_embedding)
+    return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
 
 
 def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:
@@ -119,7 +123,7 @@ def _pools_first_token(directory: Path) -> bool:
     return config.is_file() and bool(read_json(config).get("pooling_mode_cls_token"))
 
 
-def image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+def _image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of the images in some files."""
     from PIL import Image
 
@@ -131,7 +135,7 @@ def image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batc
         yield dict(base.tokenizer(images=images, return_tensors="pt"))
 
 
-def sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+def _sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of the sounds in some files, with what the model writes down of them.
 
     A label is predicted at each of these tokens, so that no transcripts are needed.
@@ -173,7 +177,7 @@ class _SoundReader:
     def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """Return the inputs for some files."""
         rate = self.extractor.sampling_rate
-        sounds = [read_sound(path, rate) for path in files]
+        sounds = [_read_sound(path, rate) for path in files]
         return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
 
     @staticmethod
@@ -183,7 +187,7 @@ class _SoundReader:
         return int(min(MAX_NEW_TOKENS, positions // 2))
 
 
-def read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
+def _read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
     """Read a WAV file as one channel at a sampling rate, in −1 … 1.
 
     Raises

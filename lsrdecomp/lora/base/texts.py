@@ -56,8 +56,15 @@ MIN_TEXTS = 32
 """Different texts that are needed: eight to measure on, the others to learn from."""
 MIN_HELD_OUT = 8
 """Minimum texts held out."""
-N_DRAWN = 96
+N_DRAWN = 240
 """Minimum images that are drawn for a diffusion model, each at several noise levels."""
+
+WRITTEN = "texts that the model wrote itself"
+"""What texts are called that a model wrote from nothing."""
+CONTINUED = "texts that the model wrote itself, from the few that were given"
+"""What texts are called that a model wrote from a few prompts."""
+SENTENCES = "sentences of the package, not of the LoRA's task"
+"""What a model reads that does not write, where too few texts are given."""
 
 
 def n_selection_texts(held_out: int, *, trains: bool) -> int:
@@ -161,7 +168,7 @@ def _holds_tensors(element: object) -> bool:
 
 def _examples(inputs: Any, first: int) -> list[Example]:
     """Return the rows of a batch as examples, numbered from ``first``."""
-    from lsrdecomp.lora.base.rows import as_batch, split_rows
+    from lsrdecomp.lora.base.batch_rows import as_batch, split_rows
 
     return [Example(first + i, row) for i, row in enumerate(split_rows(as_batch(inputs)))]
 

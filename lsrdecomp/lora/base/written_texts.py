@@ -5,9 +5,10 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
 - **from a few prompts** the base continues lists of four of them, and the LoRA answers what the
   base wrote (Trans-LoRA [1]_ without its discriminator);
 - **from nothing** the LoRA answers sentences about everything and nothing, which come with the
-  package, in several forms such as ``Question: … Answer:``. An answer often tells what it is an
-  answer to, so the base also writes prompts backwards from answers, and the LoRA answers those. To
-  the rest the LoRA itself writes the prompt, after the token that begins a text.
+  package, in forms such as ``Text: … Label:``. They have those words after the sentence after which
+  the LoRA acts most. An answer often tells what it is an answer to, so the base also writes prompts
+  backwards from answers, and the LoRA answers those. To the rest the LoRA itself writes the prompt,
+  after the token that begins a text.
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
 over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out. A model
@@ -23,29 +24,44 @@ import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.base.dataset import PromptExample
-from lsrdecomp.lora.base.divergence import without_delta
-from lsrdecomp.lora.base.generation import generate
+from lsrdecomp.lora.base.divergence import divergences, without_delta
+from lsrdecomp.lora.base.generation import evaluation_mode, generate
 from lsrdecomp.lora.base.heads import Head
-from lsrdecomp.lora.base.texts import MIN_TEXTS, Item, few_texts
-from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
+from lsrdecomp.lora.base.texts import (
+    CONTINUED,
+    MIN_TEXTS,
+    SENTENCES,
+    WRITTEN,
+    Item,
+    few_texts,
+)
+from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, model_inputs, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch import Tensor
+
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.files.progress import OnStep
 
-N_WRITTEN = 160
-"""Texts that are written: 64 to measure on, half as many to select by, and 64 to calibrate on."""
-N_WRITTEN_TO_TRAIN = 256
+N_WRITTEN = 168
+"""Texts that are written: 64 to measure on, half as many to select by, and 64 to calibrate on, and
+some that may be missing in the end."""
+N_WRITTEN_TO_TRAIN = 264
 """The same where variants are trained, by batches of eight."""
+TRIAL_BATCH = 16
+"""Prompts of a forward pass by which forms are tried."""
 NEW_TOKENS = 48
 """Maximum tokens of an answer, and of a prompt that is written without an example of one."""
 MAX_PROMPT_TOKENS = 256
@@ -54,11 +70,38 @@ BATCH = 64
 """Prompts that are continued together; each such batch has a seed of its own."""
 LISTED = 4
 """Prompts in a list that the base continues."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
+MIN_ENDED = 8
+"""Answers that a LoRA has ended, from which others are cut to their length."""
+MIN_FOUND = 0.125
+"""Share of what is missing that a round must bring for another one to follow."""
+MAX_MISSING = 0.05
+"""Share of texts that may be missing: a round takes nearly as long for one text as for sixty."""
 BASE_TOP_P = 0.95
 """Share of the probability that the base writes prompts from: its rarest tokens are noise."""
 
+WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
+"""Heads of models that write texts."""
+PLAIN = "{}\n"
+"""The form of a sentence without words about it."""
+CHAT = ""
+"""Stands among forms for the tokenizer's chat template."""
+BEFORE = ("Text", "Input", "Question")
+"""Words before the sentence of a form, in turn."""
+AFTER = (
+    *("Answer", "Output", "Label", "Response", "Result", "Sentiment", "Category", "Class", "Topic"),
+    *("Summary", "Title", "Translation", "Intent", "Text", "Description", "Reply", "Assistant"),
+    *("Explanation", "Code", "SQL", "Entities", "Keywords", "Score", "Rating", "Emotion"),
+    *("Paraphrase", "Correction", "Hypothesis", "Conclusion", "Solution", "JSON", "Data"),
+)
+"""Words after the sentence of a form, before the answer."""
+N_WORDS = 6
+"""Words after the sentence that are used, of those that are tried."""
+N_TRIAL_SENTENCES = 4
+"""Sentences on which words are tried."""
+WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
+"""Heads of models that write texts."""
 FORMS = (
     "{}\n",
     "Question: {}\nAnswer:",
@@ -67,8 +110,25 @@ FORMS = (
     "{}",
     "Instruction: {}\nResponse:",
 )
-"""Forms in which a sentence is put to a language model; a chat template is one more."""
-BACKWARDS = "{}\n\nThe text above was written for this input:\n"
+"""Forms in which a sentence is put to any language model."""
+CHAT = ""
+"""Stands among forms for the tokenizer's chat template."""
+BEFORE = ("Text", "Input", "Question")
+"""Words before the sentence of a form, in turn."""
+AFTER = (
+    *("Answer", "Output", "Label", "Response", "Result", "Sentiment", "Category", "Class", "Topic"),
+    *("Summary", "Title", "Translation", "Intent", "Text", "Description", "Reply", "Assistant"),
+    *("Explanation", "Code", "SQL", "Entities", "Keywords", "Score", "Rating", "Emotion"),
+    *("Paraphrase", "Correction", "Hypothesis", "Conclusion", "Solution", "JSON", "Data"),
+)
+"""Words after the sentence of a form, before the answer."""
+N_FORMS = 6
+"""Forms that are used, of those that are tried."""
+N_TRIAL_SENTENCES = 4
+"""Sentences on which forms are tried."""
+N_TRIAL_WORDS = 3
+"""Words after the sentence that are tried with all words before it."""
+BACKWARDS = "Output: {}\nInput:"
 """What the base continues, to write a prompt backwards from an answer."""
 BACKWARDS_SHARE = 0.25
 """Share of the texts whose prompts are written backwards."""
@@ -115,8 +175,8 @@ def write_texts(
     LsrError
         If too few different texts came of it.
     """
-    if source.head not in (Head.causal_lm, Head.seq2seq):
-        written = [(sentence, None) for sentence in _shuffled(_sentences(), f"{seed}")]
+    if source.head not in WRITING_HEADS:
+        written: list[Item] = [(each, None) for each in _shuffled(_sentences(), f"{seed}")]
         return [text for text in written if text not in set(given)][:count]
     writer = _TextWriter(source, seed, max_length or _max_positions(source), journal, on_step)
     texts: list[PromptExample] = []
@@ -131,6 +191,13 @@ def write_texts(
             "needed: give texts of the LoRA's task by --data (data= in Python)"
         )
     return list(texts)
+
+
+def kind_of_written(source: Base, given: Sequence[Item]) -> str:
+    """Return what the texts are called that `write_texts` returns."""
+    if source.head not in WRITING_HEADS:
+        return SENTENCES
+    return CONTINUED if given and source.head is Head.causal_lm else WRITTEN
 
 
 def _sentences() -> list[str]:
@@ -148,6 +215,7 @@ def _as_prompt(item: Item) -> PromptExample:
     """Return a given text as an example; a text without a prompt is all completion."""
     if isinstance(item, PromptExample):
         return item
+    assert isinstance(item, tuple)  # files and batches are of models that write no texts
     first, second = item
     if second is None:
         return PromptExample("", first, "a given text")
@@ -170,21 +238,26 @@ class _TextWriter:
         n_beginnings = round(BEGINNINGS_SHARE * count)
         if self.source.head is not Head.causal_lm:
             n_backwards = n_beginnings = 0
+        forms = self._find_forms()
         progress = Counter(self.on_step, "the model writes its texts", count, "texts")
         n_sentences = count - n_backwards - n_beginnings
-        answered = self._collect(n_sentences, self._answer_sentences, progress)
+
+        def answer_sentences(number: int, missing: int) -> list[PromptExample]:
+            return self._answer_sentences(forms, number, missing)
+
+        answered = self._collect(n_sentences, answer_sentences, progress)
 
         def answer_backwards(number: int, missing: int) -> list[PromptExample]:
-            return self._answer_backwards(answered, number, missing)
+            return self._answer_backwards(answered, forms, number, missing)
 
         backwards = self._collect(n_backwards, answer_backwards, progress)
         beginnings = self._collect(n_beginnings, self._go_on, progress)
-        texts = _different([*answered, *backwards, *beginnings])
+        texts = _different([*self._cut([*answered, *backwards]), *beginnings])
         # Further sentences make up for what the last two did not bring.
         further = self._collect(
-            count - len(texts), self._answer_sentences, progress, first_round=MAX_ROUNDS
+            count - len(texts), answer_sentences, progress, first_round=MAX_ROUNDS
         )
-        return _different([*texts, *further])
+        return _different([*texts, *self._cut(further)])
 
     def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
@@ -202,29 +275,32 @@ class _TextWriter:
         progress: Counter,
         first_round: int = 0,
     ) -> list[PromptExample]:
-        """Write rounds of texts until there are so many, or one brings nothing new."""
+        """Write rounds of texts until few are missing, or one brings little that is new."""
         collected: dict[str, PromptExample] = {}
         for number in range(first_round, first_round + MAX_ROUNDS):
             missing = count - len(collected)
-            if missing <= 0:
+            if missing <= MAX_MISSING * count:
                 break
             before = len(collected)
             for text in write_round(number, missing)[:missing]:
                 collected.setdefault(self._prompt(text), text)
-            if len(collected) == before:
+            found = len(collected) - before
+            progress.add(found)
+            if found < MIN_FOUND * missing:
                 break
-            progress.add(len(collected) - before)
         return list(collected.values())
 
     # Three ways to a prompt from nothing, and one from given prompts.
 
-    def _answer_sentences(self, number: int, missing: int) -> list[PromptExample]:
+    def _answer_sentences(
+        self, forms: Sequence[str], number: int, missing: int
+    ) -> list[PromptExample]:
         """Answer sentences of the package, each in one of the forms."""
         order = _shuffled(_sentences(), f"{self.seed} {number}")
-        return self._answer(self._in_forms(order[:missing], shift=number))
+        return self._answer(_in_forms(order[:missing], forms, shift=number))
 
     def _answer_backwards(
-        self, answered: Sequence[PromptExample], number: int, missing: int
+        self, answered: Sequence[PromptExample], forms: Sequence[str], number: int, missing: int
     ) -> list[PromptExample]:
         """Let the base write prompts backwards from answers, and answer those."""
         answers = _shuffled([text.completion.strip() for text in answered], f"{self.seed} {number}")
@@ -239,7 +315,7 @@ class _TextWriter:
         prompts = [
             line for line, answer in zip(first_lines, answers, strict=True) if line != answer
         ]
-        return self._answer(self._in_forms([line for line in prompts if line], shift=number))
+        return self._answer(_in_forms([line for line in prompts if line], forms, shift=number))
 
     def _go_on(self, number: int, missing: int) -> list[PromptExample]:
         """Let the LoRA write whole texts after nothing; a third of each is the prompt."""
@@ -284,7 +360,7 @@ class _TextWriter:
         # 2. Keep what is about as long as the given prompts, and none of them.
         lengths = [len(core) - len(beginning) for core in cores]
         shortest, longest = min(lengths) // 2, 2 * max(lengths)
-        prompts = []
+        prompts: list[PromptExample] = []
         for text in written:
             core = text.split(end)[0].rstrip()
             body = f"{beginning}{core}{ending}"
@@ -293,20 +369,64 @@ class _TextWriter:
         # 3. Answer them; texts without prompts are written on from their first third.
         return self._answer(prompts)
 
-    def _in_forms(self, bodies: Sequence[str], shift: int) -> list[PromptExample]:
-        """Return prompts in all forms in turn."""
-        tokenizer = self.source.tokenizer
-        has_chat = bool(getattr(tokenizer, "chat_template", None))
-        n_forms = len(FORMS) + (has_chat and self.source.head is Head.causal_lm)
-        prompts = []
-        for index, body in enumerate(bodies):
-            form = (index + shift) % n_forms
-            if form < len(FORMS):
-                prompts.append(PromptExample(FORMS[form].format(body), "", "written"))
-            else:
-                message = {"role": "user", "content": body}
-                prompts.append(PromptExample("", "", "written", messages=(message,)))
-        return prompts
+    # The forms in which the LoRA acts most.
+
+    def _find_forms(self) -> list[str]:
+        """Return the forms in which sentences are put to the LoRA.
+
+        One that was trained on prompts of one form may do little in others. So there are those
+        words after the sentence after which the LoRA acts most.
+        """
+        trial = _shuffled(_sentences(), f"{self.seed} forms")[:N_TRIAL_SENTENCES]
+        words = AFTER[:N_WORDS]
+        if self.source.head is Head.causal_lm:
+            effects = self._effects([f"{BEFORE[0]}: {{}} {word}:" for word in AFTER], trial)
+            by_word = dict(zip(AFTER, effects.values(), strict=True))
+            words = tuple(sorted(AFTER, key=lambda word: -by_word[word])[:N_WORDS])
+        forms = [f"{BEFORE[i % len(BEFORE)]}: {{}} {word}:" for i, word in enumerate(words)]
+        forms.append(PLAIN)
+        has_chat = bool(getattr(self.source.tokenizer, "chat_template", None))
+        if has_chat and self.source.head is Head.causal_lm:
+            forms.append(CHAT)
+        return forms
+
+    def _effects(self, forms: Sequence[str], sentences: Sequence[str]) -> dict[str, float]:
+        """Return how far the LoRA moves the first token of answers in each form, KL in nats."""
+        prompts = [
+            self._prompt(example) for form in forms for example in _in_forms(sentences, [form])
+        ]
+        key = content_key("effects", self.source.name, self.source.adapter_sha256, prompts)
+        entry = None if self.journal is None else self.journal.get(key)
+        if entry is not None:
+            return dict(entry.values)
+        divergence = self._first_token_divergences(prompts)
+        size = len(sentences)
+        effects = {
+            form: float(divergence[index * size : (index + 1) * size].mean())
+            for index, form in enumerate(forms)
+        }
+        if self.journal is not None:
+            self.journal.put(key, values=effects)
+        return effects
+
+    def _first_token_divergences(self, prompts: Sequence[str]) -> Tensor:
+        """Return KL(LoRA ‖ base) of the token that follows each prompt."""
+        model = self.source.model
+        parts = []
+        with mixed_precision(model), evaluation_mode(model, autocast=False) as device:
+            for start in range(0, len(prompts), TRIAL_BATCH):
+                encoded = self.source.tokenizer(
+                    list(prompts[start : start + TRIAL_BATCH]),
+                    padding=True,
+                    padding_side="left",
+                    return_tensors="pt",
+                ).to(device)
+                with torch.no_grad():
+                    adapted = model(**model_inputs(encoded)).logits[:, -1]
+                    with without_delta(model):
+                        plain = model(**model_inputs(encoded)).logits[:, -1]
+                parts.append(divergences(adapted.float(), plain.float(), self.source.head))
+        return torch.cat(parts)
 
     def _answer(self, prompts: Sequence[PromptExample]) -> list[PromptExample]:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""
@@ -321,6 +441,24 @@ class _TextWriter:
             else:
                 answered.append(replace(example, completion=completion))
         return answered
+
+    def _cut(self, answered: Sequence[PromptExample]) -> list[PromptExample]:
+        """Cut answers that the LoRA does not end, to a line and as many words as others have.
+
+        In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
+        """
+        ended = [text for text in answered if self._has_ended(text)]
+        n_words = NEW_TOKENS
+        if len(ended) >= MIN_ENDED:
+            n_words = round(median(len(_answer_of(text).split()) for text in ended))
+        return [
+            text if self._has_ended(text) else _shortened(text, max(1, n_words))
+            for text in answered
+        ]
+
+    def _has_ended(self, text: PromptExample) -> bool:
+        """Return whether an answer is so short that the model has ended it."""
+        return len(self.source.tokenizer(_answer_of(text))["input_ids"]) < NEW_TOKENS - 2
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -390,12 +528,42 @@ class _TextWriter:
             yield
 
 
+def _in_forms(bodies: Sequence[str], forms: Sequence[str], shift: int = 0) -> list[PromptExample]:
+    """Return prompts in all forms in turn."""
+    prompts: list[PromptExample] = []
+    for index, body in enumerate(bodies):
+        form = forms[(index + shift) % len(forms)]
+        if form == CHAT:
+            message = {"role": "user", "content": body}
+            prompts.append(PromptExample("", "", "written", messages=(message,)))
+        else:
+            prompts.append(PromptExample(form.format(body), "", "written"))
+    return prompts
+
+
 def _body(example: PromptExample) -> str:
     """Return what a user writes of an example: its prompt, last message or, without, its text."""
     contents = [message["content"] for message in example.messages if message["role"] == "user"]
     if contents:
         return contents[-1]
     return example.prompt or example.completion
+
+
+def _answer_of(example: PromptExample) -> str:
+    """Return the answer of an example that was written."""
+    return example.messages[-1]["content"] if example.messages else example.completion
+
+
+def _shortened(example: PromptExample, n_words: int) -> PromptExample:
+    """Return an example with the first line of its answer, and no more words than so many."""
+    answer = _answer_of(example)
+    text = answer.lstrip()
+    space = answer[: len(answer) - len(text)]
+    shorter = space + " ".join(text.split("\n")[0].split(" ")[:n_words])
+    if not example.messages:
+        return replace(example, completion=shorter)
+    *before, reply = example.messages
+    return replace(example, messages=(*before, {**reply, "content": shorter}))
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:

@@ -6,5 +6,5 @@ from .distil_lora import distil as distil
 from .distil_settings import DistilSettings as DistilSettings
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
-from .truncate import Truncation as Truncation
 from .truncate import truncate as truncate
+from .truncation import Truncation as Truncation

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.errors import BudgetError, needs
+from lsrdecomp.errors import BudgetError, CheckpointError, needs
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable, resolved_base
@@ -332,6 +332,7 @@ def _compress_measured(
     folder = TemporaryDirectory()
     journal = request.journal or Journal(Path(folder.name) / "journal")
     evaluator = _open_base(checkpoint, request, settings, texts, journal, steps)
+    _refuse_other_names(checkpoint, evaluator)
     target_share = _target_share(request, settings, evaluator)
     # 2. Measure the norm in which errors count.
     from lsrdecomp.lora.compress.variants import VariantCache  # with torch, which is loaded by now
@@ -408,6 +409,23 @@ def _open_base(
         journal=journal,
         on_step=steps,
     )
+
+
+def _refuse_other_names(checkpoint: Checkpoint, evaluator: Evaluator) -> None:
+    """Refuse layers that the base has not under their names, or does not run."""
+    run = set(evaluator.source.modules)
+    for name, module in evaluator.base.names_in(checkpoint).items():
+        if name == module and (name in run or evaluator.base.module_names is None):
+            continue
+        reason = "does not run on the data, as a text encoder does not"
+        if name != module:
+            reason = f"is {module} in the base, where LSR would not find it"
+        raise CheckpointError(
+            f"{reason}; cut the file in its own format, which keeps such layers: --out "
+            "small.safetensors, or from Python lsrdecomp.lora.compress.truncate",
+            path=checkpoint.path,
+            tensor=name,
+        )
 
 
 def _differences_of_texts(

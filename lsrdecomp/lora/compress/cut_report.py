@@ -12,7 +12,7 @@ from lsrdecomp.markup import size_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lsrdecomp.lora.compress.truncate import Truncation
+    from lsrdecomp.lora.compress.truncation import Truncation
 
 
 def cut_report(cut: Truncation, out: Path | None = None) -> str:

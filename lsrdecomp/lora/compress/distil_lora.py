@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import needs
 from lsrdecomp.fields import refuses_unknown
+from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable
 from lsrdecomp.lora.compress.distil_settings import DistilSettings
 from lsrdecomp.lora.compress.rewrite import publish
@@ -153,7 +154,7 @@ def distil(
         from lsrdecomp.lora.measure.evaluator import Evaluator
     # 1. Open what is given, and check it before work is done.
     directory = Path(directory)
-    source = open_checkpoint(teacher)
+    source = open_adapter(teacher, base)
     compressed = open_checkpoint(directory)
     check_layers(compressed, source)
     replaces = force or out is None

@@ -101,8 +101,8 @@ def _headline(compression: Compression) -> str:
         )
     error = "" if fidelity.standard_error is None else f" ± {100 * fidelity.standard_error:.1f}"
     return (
-        f"{asked}: it keeps {100 * fidelity.kept:.1f}{error} % on {fidelity.examples} held-out "
-        f"texts of {fidelity.data}, in {size_text(fidelity.bytes_after)} of "
+        f"{asked}: it keeps {100 * fidelity.kept:.1f}{error} % on {fidelity.texts}, "
+        f"in {size_text(fidelity.bytes_after)} of "
         f"{size_text(fidelity.bytes_before)}."
     )
 
@@ -281,7 +281,7 @@ def _provenance(compression: Compression) -> list[tuple[str, str]]:
     if not compression.settings:
         rows += [(name, _plain(value)) for name, value in compression.plan.to_json().items()]
     if fidelity is not None:
-        rows.append(("measured on", f"{fidelity.examples} held-out texts of {fidelity.data}"))
+        rows.append(("measured on", fidelity.texts))
     return [
         *rows,
         ("source", f"{source.weights.name}, {source.format}"),

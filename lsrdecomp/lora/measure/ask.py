@@ -127,7 +127,7 @@ def ask_server(
     name : str, optional
         Name of the adapter in the server; see `client.connect`.
     base : str or path, optional
-        To fit the scale: the base as `lora.base.base_model.load_base` takes it.
+        To fit the scale: the base as `lora.base.open_bases.load_base` takes it.
     prompts : sequence of str
         One token is asked for after each.
     dtype : str
@@ -189,7 +189,7 @@ class ScaledModel:
 
     def __init__(self, base: str | Path, adapter: Path, prompts: Sequence[str], dtype: str) -> None:
         with needs("fitting the scale", "peft"):
-            from lsrdecomp.lora.base.base_model import load_base
+            from lsrdecomp.lora.base.open_bases import load_base
         loaded = load_base(base, adapter, dtype=dtype)
         self.model: Any = loaded.model
         self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]

@@ -14,13 +14,14 @@ from peft.tuners.lora import LoraLayer
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.base.base_files import resolved_base
-from lsrdecomp.lora.base.base_model import open_base
+from lsrdecomp.lora.base.batch_rows import examples_in
 from lsrdecomp.lora.base.calibrate import calibrate
-from lsrdecomp.lora.base.dataset import PromptExample
+from lsrdecomp.lora.base.dataset import DataError, PromptExample
 from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
@@ -31,7 +32,12 @@ from lsrdecomp.lora.base.texts import (
     split_texts,
 )
 from lsrdecomp.lora.base.tokens import prompt_text, tokenize
-from lsrdecomp.lora.base.written_texts import N_WRITTEN, N_WRITTEN_TO_TRAIN, write_texts
+from lsrdecomp.lora.base.written_texts import (
+    N_WRITTEN,
+    N_WRITTEN_TO_TRAIN,
+    kind_of_written,
+    write_texts,
+)
 from lsrdecomp.lora.files import Checkpoint, Journal, content_key
 from lsrdecomp.lora.files.file_checks import bytes_to_open, sha256
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
@@ -47,7 +53,7 @@ from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -118,8 +124,8 @@ class Evaluator:
     monitors_by_selection : bool
         Whether the selection texts say when a training ends.
     batch_size : int
-    n_given : int or None
-        Number of texts that were given, where the model wrote its own; None where it did not.
+    written : str or None
+        What the texts are that took the place of those given, as `kind_of_written` calls them.
 
     Raises
     ------
@@ -155,8 +161,14 @@ class Evaluator:
         self._check_lengths(texts)
         # 2. Split the texts, of which the model writes more if they are too few.
         reads_texts = self.base.batches is None
-        self.n_given = len(texts) if reads_texts and few_texts(texts) else None
-        if self.n_given is None:
+        if not texts and not reads_texts:
+            raise DataError(
+                f"{self.base.name} runs on no texts that it could write: give what it runs on by "
+                "--data (data= in Python), such as a folder of images or sounds"
+            )
+        is_short = reads_texts and few_texts(texts)
+        self.written = kind_of_written(self.source, texts) if is_short else None
+        if self.written is None:
             self.held_out, remaining = self._hold_out(texts)
         else:
             count = N_WRITTEN_TO_TRAIN if trains else N_WRITTEN
@@ -175,7 +187,7 @@ class Evaluator:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
-        if self.n_given is not None:
+        if self.written is not None:
             self.calibration_texts = [*texts, *self.calibration_texts]
         self.monitors_by_selection = trains and bool(self.selection_texts)
         # 3. Run the LoRA, once: every variant is compared with its outputs.
@@ -314,8 +326,9 @@ class Evaluator:
             factor, and act in full.
         """
         # 1. Read what an earlier run finished.
-        predicts_tokens = self.source.head in TOKEN_HEADS
-        limit = MAX_TEXTS_OF_TOKENS if predicts_tokens else MAX_TEXTS
+        # An image that is drawn is run on at many noise levels, as a text at many tokens.
+        runs_often = self.source.head in TOKEN_HEADS or self.source.measured_part
+        limit = MAX_TEXTS_OF_TOKENS if runs_often else MAX_TEXTS
         texts = self.calibration_texts[:limit]
         adapter = self.source.adapter_sha256
         if written is not None:
@@ -342,13 +355,18 @@ class Evaluator:
 
         # 3. Measure.
         mixed = mixed_precision(base.model)
+        batches: Iterable[Batch] = self.batches(texts)
+        samples = len(texts)
+        if self.source.measured_part:  # how many rows are drawn is seen when they are
+            batches = list(batches)
+            samples = sum(map(examples_in, batches))
         with scaled, mixed:
             return calibrate(
                 base,
-                self.batches(texts),
+                batches,
                 out=out,
                 seed=self.settings.seed,
-                samples=len(texts),
+                samples=samples,
                 effect=False,
                 on_step=announce_step,
             )
@@ -413,7 +431,7 @@ class Evaluator:
         -----
         Costs the LoRA's own answers to the held-out prompts, once, and a forward pass over them.
         """
-        if self.n_given is not None:  # the completions are the LoRA's own
+        if self.written is not None:  # the completions are the LoRA's own
             behaviour = replace(behaviour, right=None)
         if self.meter.prompts:
             self.announce("comparing whole answers")
@@ -427,7 +445,7 @@ class Evaluator:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(weight_file(written)),
             head_bytes=source.extra_bytes,
-            n_given=self.n_given,
+            written=self.written,
             **annotations,
         )
 

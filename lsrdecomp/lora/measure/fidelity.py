@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from lsrdecomp.lora.base.behaviour import Behaviour
+from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
+
+WRITTEN_BIAS = {WRITTEN: (0.0, 0.0), CONTINUED: (0.0, 0.0)}
+"""Mean and spread, over tasks and draws, of the share estimated on texts that a model wrote less
+the share on real texts: ``bias`` in ``benchmarks/results/written_texts.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,9 @@ class Fidelity(Behaviour):
         Held-out texts whose whole answers, classes or greedy completions, were compared.
     n_matching : int
         Texts among them to which variant and LoRA have the same answer.
-    n_given : int, optional
-        Where the model wrote the held-out texts itself: the number of texts that were given to it.
+    written : str, optional
+        What the held-out texts are where they are none of ``data``, such as texts that the model
+        wrote itself.
 
     Examples
     --------
@@ -108,7 +114,7 @@ class Fidelity(Behaviour):
     requested: float | None = None
     answered: int = 0
     n_matching: int = 0
-    n_given: int | None = None
+    written: str | None = None
 
     @classmethod
     def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
@@ -124,6 +130,15 @@ class Fidelity(Behaviour):
     def is_poor(self) -> bool:
         """Whether so little is kept that a warning is due."""
         return self.kept < self.poor_below
+
+    @property
+    def texts(self) -> str:
+        """The number of held-out texts, and what they are."""
+        if self.written is not None:
+            return f"{self.examples} {self.written}"
+        has_numbers = self.agreement is None and self.unit == "example"
+        kind = "examples" if has_numbers else "texts"
+        return f"{self.examples} held-out {kind} of {self.data}"
 
     @property
     def matching_interval(self) -> tuple[float, float] | None:
@@ -146,19 +161,17 @@ class Fidelity(Behaviour):
         if self.head_bytes:
             head = "classifier head" if self.unit == "example" else "of other modules"
             files += f" (both include the {size_text(self.head_bytes)} {head})"
-        texts = f"{self.examples} held-out texts of {self.data}"
-        if self.n_given is not None:
-            texts = f"{self.examples} {describe_written(self.n_given)}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
-        if self.agreement is None:  # outputs that are numbers
-            texts = f"{self.examples} held-out examples of {self.data}"
+        if self.agreement is None and self.unit == "example":  # outputs that are numbers
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
         clauses = [
-            f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {texts}",
+            f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {self.texts}",
             f"{divergence}, {self.effect:.3g} without an adapter{self._agreement_text()}",
         ]
         if self.bytes_after:  # a server has none
             clauses.append(files)
+        if self.written is not None:
+            clauses.append(bias_text(self.written))
         if self.distilled:
             clauses.append(f"distilled for {self.distilled} steps")
         return clauses
@@ -186,10 +199,15 @@ class Fidelity(Behaviour):
         return {"kept": self.kept, **values, "sentence": self.sentence()}
 
 
-def describe_written(n_given: int) -> str:
-    """Return what texts are called that a model wrote itself, from so many that were given."""
-    origin = f" from {n_given} of yours" if n_given else ""
-    return f"texts that the model wrote itself{origin}"
+def bias_text(written: str) -> str:
+    """Return how far estimates on written texts lay from the shares on real ones."""
+    if written not in WRITTEN_BIAS:
+        return "how far this is from the share on texts of its task is not known"
+    bias, spread = WRITTEN_BIAS[written]
+    return (
+        f"on four tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
+        f"{100 * spread:.1f} points"
+    )
 
 
 def wilson_interval(count: int, total: int) -> tuple[float, float]:

@@ -62,7 +62,6 @@ GONE = 0.05
 """Share of the effect below which nothing is left of a LoRA; by hand."""
 N_TEXTS = 64
 """Texts that the model writes where none are given."""
-WRITTEN = "texts that the model wrote"
 VERDICTS = {
     "whole": "Whole: {other} does what {lora} does",
     "reduced": "Reduced: {other} does a part of what {lora} does",
@@ -400,20 +399,20 @@ class _Work:
             from lsrdecomp.lora.measure.served_outputs import ServedOutputs
         source = open_adapter(self.lora, self.base_path)
         with self._opened(source, self.lora) as (_, opened):
-            meter, n_given = self._meter(opened)
+            meter, written = self._meter(opened)
             served = ServedOutputs(client, meter, self.on_step)
             behaviour = served.compare()
             self._announce("comparing whole answers")
             n_matching, answered = served.whole_answers()
         return Fidelity.of(
             behaviour,
-            data=data_name(self.data) if n_given is None else WRITTEN,
+            data=data_name(self.data),
             base=Path(model_name(opened)).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=0,
             answered=answered,
             n_matching=n_matching,
-            n_given=n_given,
+            written=written,
         )
 
     @contextmanager
@@ -421,7 +420,7 @@ class _Work:
         """Open the base, and the base with the LoRA; ``config`` says for which task."""
         self._announce("opening the base")
         with needs("a base", "peft"):
-            from lsrdecomp.lora.base.base_model import open_base
+            from lsrdecomp.lora.base.open_bases import open_base
         settings = self.settings
         assert self.base is not None
         device = settings.device or "cpu"
@@ -461,7 +460,7 @@ class _Work:
             from lsrdecomp.lora.measure.output_meter import open_model
         config = self.lora if (self.lora / CONFIG).is_file() or other is None else path
         with self._opened(source, config) as (plain, opened), TemporaryDirectory() as folder:
-            meter, n_given = self._meter(opened)
+            meter, written = self._meter(opened)
             if is_merged:
                 compared = open_model(path, plain, self.settings.dtype)
             else:
@@ -471,31 +470,31 @@ class _Work:
             behaviour = meter.compare(compared)
             self._announce("comparing whole answers")
             n_matching, answered = meter.whole_answers(compared)
-        if n_given is not None:
+        if written is not None:
             behaviour = replace(behaviour, right=None)
         size = sum(file.stat().st_size for file in _files_of(path)) if is_merged else 0
         return Fidelity.of(
             behaviour,
-            data=data_name(self.data) if n_given is None else WRITTEN,
+            data=data_name(self.data),
             base=Path(model_name(plain)).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=size or bytes_to_open(_weights_of(path, other)),
             answered=answered,
             n_matching=n_matching,
-            n_given=n_given,
+            written=written,
         )
 
-    def _meter(self, source: Base) -> tuple[Meter, int | None]:
-        """Return the LoRA's outputs on the texts, and 0 if the model wrote them."""
-        from lsrdecomp.lora.base.written_texts import write_texts
+    def _meter(self, source: Base) -> tuple[Meter, str | None]:
+        """Return the LoRA's outputs on the texts, and what those are called if it wrote them."""
+        from lsrdecomp.lora.base.written_texts import kind_of_written, write_texts
         from lsrdecomp.lora.measure.output_meter import Meter
 
-        n_given = None
+        written = None
         texts: list[Item]
         if self.data is not None or source.batches is not None:
             texts = data_for(self.base, self.data)
         else:
-            n_given = 0
+            written = kind_of_written(source, ())
             texts = write_texts(
                 source,
                 seed=self.settings.seed,
@@ -504,7 +503,7 @@ class _Work:
                 on_step=self.on_step,
             )
         self._announce(f"the LoRA's own answers to {len(texts)} examples")
-        return Meter(source, texts, self.settings), n_given
+        return Meter(source, texts, self.settings), written
 
     def _announce(self, stage: str) -> None:
         if self.on_step is not None:

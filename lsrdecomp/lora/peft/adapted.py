@@ -12,7 +12,7 @@ import torch
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 
-from lsrdecomp.errors import MergeError
+from lsrdecomp.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.lora.peft.geometry import EmbeddingGeometry, Geometry, LinearGeometry, geometry_of
 from lsrdecomp.lora.peft.merging import Mergeable
 
@@ -124,6 +124,11 @@ class AdaptedLayer(nn.Module, Mergeable):
         result: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
+        if not isinstance(result, Tensor):
+            raise UnsupportedLayerError(
+                f"a {type(self.get_base_layer()).__name__} returns a {type(result).__name__}, to "
+                "which no adapter can add; leave it out by exclude_modules, as of a router"
+            )
         if self.quantization_backend is not None:
             result = self.quantization_backend.maybe_clone_base_result(result)
         # 2. Add the output of each adapter: to the rows that name it, or that of all active ones
@@ -154,6 +159,11 @@ class AdaptedLayer(nn.Module, Mergeable):
         bias = getattr(self.get_base_layer(), "bias", None)
         without_bias = base if bias is None else base - self.geometry.along_output(bias)
         weight = self.geometry.to_matrix(self.get_base_weight())
+        if weight.is_meta and not x.is_meta:
+            raise UnsupportedLayerError(
+                "DoRA reads the weights of the base, which are offloaded: merge the adapter first, "
+                "or keep the layers that it adapts on the device"
+            )
         norms = row_norms(weight, self.delta_matrix(adapter))
         scale = self.geometry.along_output(magnitude / norms)
         return result + (scale - 1) * without_bias + scale * delta

@@ -14,7 +14,7 @@ from lsrdecomp.lora.files.readers.read_lsr import positive
 from lsrdecomp.lora.peft.adapted import AdaptedLayer, dropout
 from lsrdecomp.lora.peft.factors import KroneckerFactors, zero_factor
 from lsrdecomp.lora.peft.geometry import LinearGeometry
-from lsrdecomp.lora.peft.kernels import apply, kronecker_pays
+from lsrdecomp.lora.peft.kernels import kronecker_pays
 from lsrdecomp.lora.peft.lsr_config import TargetConfig, check_scale, find_by_pattern
 from lsrdecomp.lora.peft.register import register
 from lsrdecomp.lora.peft.tuner import KroneckerTuner
@@ -123,7 +123,8 @@ class DirectLayer(AdaptedLayer):
 
     def delta_matrix(self, adapter: str) -> Tensor:
         """Return ΔW of one adapter as a matrix (out, in), scaling included."""
-        return self.scaling[adapter] * self.factors(adapter).matrix()
+        formed: Tensor = self.factors(adapter)()
+        return self.scaling[adapter] * formed
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         """Return what ΔW of one adapter adds to the layer's output, by the cheaper of two ways."""
@@ -135,7 +136,8 @@ class DirectLayer(AdaptedLayer):
             factors.separation_rank, factors.shape.rows, factors.shape.columns
         )
         if is_cheaper and isinstance(self.geometry, LinearGeometry):
-            return self.scaling[adapter] * apply([f.to(x.dtype) for f in factors.factors], x)
+            applied: Tensor = factors(x)
+            return self.scaling[adapter] * applied
         matrix = self.delta_matrix(adapter)
         if is_floating:
             matrix = matrix.to(x.dtype)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.lora.peft.kernels import expand, is_traced
+from lsrdecomp.lora.peft.kernels import apply, expand, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,9 +87,20 @@ class KroneckerFactors(nn.Module):
         """The parameters, in the order of the Kronecker product."""
         return [getattr(self, name) for name in self.names]
 
-    def matrix(self) -> Tensor:
-        """Return the formed sum, in the factors' own precision even under autocast."""
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Return the formed sum, in the factors' own precision; or its product with an input.
+
+        It is called as a module wherever the numbers are needed: hooks of accelerate and of ZeRO
+        bring parameters for the time of a call alone.
+
+        Parameters
+        ----------
+        x : Tensor, shape (..., n_1···n_d), optional
+            Applied without forming the sum, in its own precision.
+        """
         factors = self.factors
+        if x is not None:
+            return apply([factor.to(x.dtype) for factor in factors], x)
         if torch.is_grad_enabled() or is_traced():
             return expand(factors)
         formed = _formed.get()
@@ -138,6 +149,16 @@ class KroneckerFactors(nn.Module):
     def extra_repr(self) -> str:
         """Return the shape and the number of terms."""
         return f"{self.shape}, separation_rank={self.separation_rank}"
+
+
+class Magnitudes(nn.ParameterDict):
+    """Trained row norms of DoRA by the name of the adapter, which are called as a module too."""
+
+    __call__ = nn.Module.__call__  # torch's own refuses calls
+
+    def forward(self, adapter: str) -> Tensor:
+        """Return those of one adapter, which stay when a hook takes the parameter away."""
+        return self[adapter].clone()  # type: ignore[no-any-return]
 
 
 def zero_factor(shape: KroneckerShape) -> int:

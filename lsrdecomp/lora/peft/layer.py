@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.lora.peft.adapted import AdaptedLayer, dropout, row_norms
-from lsrdecomp.lora.peft.factors import KroneckerFactors, zero_factor
+from lsrdecomp.lora.peft.factors import KroneckerFactors, Magnitudes, zero_factor
 from lsrdecomp.lora.peft.lsr_config import LayerLayout, LsrConfig, layer_layout
 
 
@@ -44,7 +44,7 @@ class LsrLayer(AdaptedLayer):
         super().__init__(base_layer, **quantization)
         self.lsr_A = nn.ModuleDict()
         self.lsr_B = nn.ModuleDict()
-        self.lsr_magnitude_vector = nn.ParameterDict()
+        self.lsr_magnitude_vector = Magnitudes()
         self.lsr_dropout = nn.ModuleDict()
         self.layout: dict[str, LayerLayout] = {}
         # A plain dict, since the other layer is not a part of this one.
@@ -138,11 +138,13 @@ class LsrLayer(AdaptedLayer):
         if adapter in self.tied:
             right, left = self.tied[adapter]._sides(adapter)
             return left.T, right.T
-        return self.lsr_A[adapter].matrix(), self.lsr_B[adapter].matrix()  # type: ignore[operator]
+        return self.lsr_A[adapter](), self.lsr_B[adapter]()
 
     def magnitude(self, adapter: str) -> Tensor | None:
         """Return DoRA's trained row norms of one adapter, or None without DoRA."""
-        magnitude: Tensor | None = self.lsr_magnitude_vector.get(adapter)
+        if adapter not in self.lsr_magnitude_vector:
+            return None
+        magnitude: Tensor = self.lsr_magnitude_vector(adapter)
         return magnitude
 
     def delta_matrix(self, adapter: str) -> Tensor:

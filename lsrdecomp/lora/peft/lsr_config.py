@@ -241,7 +241,9 @@ class LsrConfig(TargetConfig):
         config: Self = super().from_pretrained(
             pretrained_model_name_or_path, subfolder=subfolder, **kwargs
         )
-        if config.layers is None and config.target_modules is None:
+        # PEFT returns the config of whatever method the directory is of.
+        is_lsr = isinstance(config, LsrConfig)
+        if is_lsr and config.layers is None and config.target_modules is None:
             options, _, _ = cls._split_kwargs(kwargs)  # type: ignore[no-untyped-call]
             config.layers = _index_in_weights(pretrained_model_name_or_path, subfolder, options)
             config.__post_init__()

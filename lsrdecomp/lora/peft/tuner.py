@@ -69,7 +69,9 @@ class KroneckerTuner(BaseTuner):
             super()._check_target_module_compatiblity(LoraConfig(), model, target_name)
         except ValueError as error:
             message = str(error).replace("LORA", peft_config.peft_type.value, 1)
-            raise UnsupportedLayerError(message) from None
+            raise UnsupportedLayerError(
+                f"{message} Or leave out both by exclude_modules=['out_proj', 'conv1d']."
+            ) from None
 
     def _create_and_replace(
         self,
@@ -246,10 +248,19 @@ class KroneckerTuner(BaseTuner):
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
             model, config, adapter_name, unpack(state_dict, has_sizes=has_sizes)
         )
+        wanted: list[str] = []
         for name, module in model.named_modules():
             if isinstance(module, cls.tuner_layer_cls):
                 keys = [f"{name}.{key}" for key in module.adapter_keys(adapter_name)]
                 _check_complete(keys, remapped)
+                wanted += keys
+        own = [key for key in remapped if cls.prefix in key]
+        if own and wanted and remapped.keys().isdisjoint(wanted):
+            raise CheckpointError(
+                f"none of the {len(own)} tensors of this adapter is of a layer of this model, "
+                f"which asks for {wanted[0]} and others: it was made for another base",
+                tensor=own[0],
+            )
         return remapped
 
 

@@ -200,22 +200,20 @@ class Layer:
             error = pair_distance(left_error, right.T, new_left, -right_error.T)
         else:
             columns, sigma, rows = self.gauge
-            root = np.sqrt(sigma[:rank])
-            to_left = left_error.T @ pair.left
-            to_right = right_error @ pair.right.T
-            to_sides = (
-                to_left @ (columns[:, :rank] * root),
-                to_right @ (root[:, None] * rows[:rank]).T,
-            )
+            kept = sigma[:rank]  # on the diagonal of the Gram matrices of U and V
+            root = np.sqrt(kept)
+            with_left = left_error.T @ pair.left  # Eᵀ B
+            with_right = right_error @ pair.right.T  # F Aᵀ
+            left_turn = with_left @ (columns[:, :rank] * root)  # Eᵀ U
+            right_turn = with_right @ (root[:, None] * rows[:rank]).T  # F Vᵀ
             left_gram = left_error.T @ left_error
             right_gram = right_error @ right_error.T
-            # The Gram matrix of each side is diag σ.
-            moved = float(np.diag(left_gram) @ sigma[:rank] + np.diag(right_gram) @ sigma[:rank])
-            moved += float(np.sum(right_gram * (to_sides[0] + to_sides[0].T + left_gram)))
-            moved += 2.0 * float(np.sum((to_sides[0] + left_gram) * to_sides[1].T))
-            mixed = float(np.sum(to_left * to_right) - np.sum(to_sides[0] * to_sides[1]))
+            moved = (np.diag(left_gram) + np.diag(right_gram)) @ kept
+            moved += np.sum(right_gram * (left_turn + left_turn.T + left_gram))
+            moved += 2.0 * np.sum((left_turn + left_gram) * right_turn.T)
+            mixed = np.sum(with_left * with_right) - np.sum(left_turn * right_turn)
             cut = tail_norms(sigma)[rank]
-            error = math.sqrt(max(0.0, cut**2 + moved - 2.0 * mixed))
+            error = math.sqrt(max(0.0, cut**2 + float(moved - 2.0 * mixed)))
         size = float(np.linalg.norm(pair.left)) * float(np.linalg.norm(pair.right))
         if 0.0 < error < MIN_ERROR * size:
             return pair_distance(pair.left, pair.right.T, new_left, new_right.T)

@@ -151,12 +151,19 @@ class Request:
         if goal == "keep" and route is Route.SEARCHED:
             raise BudgetError(
                 f"a share to keep is measured on a base: give {base}, and {data} if you have "
-                f"texts, with {interface.argument('keep')}; without a base, as for image models, "
-                "ask for a size, "
-                f"such as {_example(interface, 'ratio', 4)}"
+                f"texts, with {interface.argument('keep')}; without a base ask for a size, such "
+                f"as {_example(interface, 'ratio', 4)}"
             )
         # 2. Refuse what the route does not read.
         _refuse_unread(given, plan, goal, route, interface)
+        model = given.get("base")
+        is_own = model is not None and not isinstance(model, str | Path)
+        # A base of texts writes them where none are given.
+        if is_own and getattr(model, "batches", True) is not None and "data" not in given:
+            raise BudgetError(
+                f"what is kept of a model of your own is measured on batches: give {data} with "
+                f"{base}"
+            )
         # 3. Make plan and settings, which check their values.
         return cls._with_checked_values(given, plan, goal, route)
 
@@ -376,7 +383,8 @@ def _way_to_be_read(
 ) -> str:
     """Return how to request that an unread setting is read, such as "read with base="."""
     readers = _routes_that_read(name, interface)
-    if route is Route.TRUNCATED and Route.TRUNCATED_ON_BASE in readers:
+    reads_on_base_alone = Route.TRUNCATED_ON_BASE in readers and Route.TRUNCATED not in readers
+    if route is Route.TRUNCATED and reads_on_base_alone:
         return f"read with {interface.argument('base')}"
     if route in TO_SOURCE_FORMAT.routes:
         way = f"not read where a LoRA file is written: {interface.leave_truncated}"

@@ -251,7 +251,7 @@ def _sum_figures(sums: KroneckerFactors) -> dict[str, Any]:
     """Return the weights and the condition of a sum of Kronecker products."""
     norms = [torch.linalg.vector_norm(factor.double(), dim=(1, 2)) for factor in sums.factors]
     weights = torch.stack(norms).prod(0)  # (s,)
-    sum_norm = float(torch.linalg.matrix_norm(sums.matrix().double()))
+    sum_norm = float(torch.linalg.matrix_norm(sums().double()))
     weight_norm = float(torch.linalg.vector_norm(weights))
     return {
         "weights": sorted(weights.tolist(), reverse=True),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsrdecomp.lora.base.base_model import load_base
 from lsrdecomp.lora.base.calibrate import calibrate
+from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.files.statistics import METADATA, read_statistics
 from lsrdecomp.lora.search.plan import CompressionPlan

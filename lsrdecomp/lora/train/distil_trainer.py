@@ -17,8 +17,8 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 
 from lsrdecomp.errors import CalibrationError
+from lsrdecomp.lora.base.batch_rows import examples_in
 from lsrdecomp.lora.base.heads import Head
-from lsrdecomp.lora.base.rows import examples_in
 from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.measure.features import forward_with_features
 from lsrdecomp.lora.measure.teacher import feature_distance

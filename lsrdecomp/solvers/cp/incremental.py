@@ -30,6 +30,11 @@ term, and several fits are tried. By hand, on the problems of ``tests/problems.p
 numbers of this file."""
 
 
+FLAT_GROWTH = 1.1
+"""A tensor of which a term more lowers the misfit by less than this factor has no terms of its own:
+of exact and of decaying sums the last term of a goal gains more."""
+
+
 def empty_terms(core: np.ndarray) -> CPTerms:
     """Return no terms, in the sizes and the type of a core."""
     return CPTerms(np.zeros(0), tuple(np.zeros((p, 0), dtype=core.dtype) for p in core.shape))
@@ -113,7 +118,9 @@ class CoreFit:
                 return self._best_of(before, terms, n_fits)
             # Core 3: near the goal, the penalty falls to the requested one.
             if self._is_worth_refining(error, previous_error):
-                polished = self._along_path(terms)
+                # Where terms gain little each, the path is left as soon as it falls short.
+                is_flat = previous_error < FLAT_GROWTH * error
+                polished = self._along_path(terms, is_for_goal=is_flat)
                 if self.misfit(polished) > self.goal:
                     # Terms that follow the path to its end may cancel, and no further term mends
                     # those: growth goes on from the ones before it.
@@ -257,8 +264,11 @@ class CoreFit:
                 break
         return best
 
-    def _along_path(self, terms: CPTerms) -> CPTerms:
-        """Follow the minimiser while the penalty falls to α, by Newton steps at each value."""
+    def _along_path(self, terms: CPTerms, *, is_for_goal: bool = False) -> CPTerms:
+        """Follow the minimiser while the penalty falls to α, by Newton steps at each value.
+
+        With ``is_for_goal`` the last steps end where the goal is out of their reach.
+        """
         # A large penalty first: it holds γ low where the terms still have far to go, and steps are
         # long.
         guide = self._guiding_penalty(self.misfit(terms))
@@ -271,12 +281,20 @@ class CoreFit:
                 break
             guide = max(self.ridge, 1e-2 * guide)
         # A path that ends early left most of the way to the last steps.
-        return self._refined(terms, self.ridge, iterations=130, rtol=1e-9)
+        return self._refined(terms, self.ridge, iterations=130, rtol=1e-9, is_for_goal=is_for_goal)
 
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
         return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)
 
-    def _refined(self, terms: CPTerms, ridge: float, *, iterations: int, rtol: float) -> CPTerms:
+    def _refined(
+        self,
+        terms: CPTerms,
+        ridge: float,
+        *,
+        iterations: int,
+        rtol: float,
+        is_for_goal: bool = False,
+    ) -> CPTerms:
         return refine(
             self.core,
             terms,
@@ -284,6 +302,7 @@ class CoreFit:
             iterations=iterations,
             rtol=rtol,
             goal=self.goal,
+            is_for_goal=is_for_goal,
             progress=self.progress,
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,7 @@ def refine(
     iterations: int,
     rtol: float,
     goal: float = 0.0,
+    is_for_goal: bool = False,
     progress: SolveProgress | None = None,
 ) -> CPTerms:
     """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
@@ -56,6 +58,8 @@ def refine(
         Stop when a step lowers the objective by less than this fraction.
     goal : float
         Stop when the misfit norm is at most this.
+    is_for_goal : bool
+        Stop also where the steps that are left would not reach the goal at the present pace.
     progress : SolveProgress, optional
         Told the misfit norm and γ after each accepted step; ends the loop when it is exhausted.
 
@@ -78,6 +82,8 @@ def refine(
     layout = _Layout.of([int(p) for p in core.shape])
     start = np.concatenate(terms.balanced())
     steps = _accepted_steps(core, start, layout, ridge, rtol, goal)
+    if is_for_goal:
+        steps = _while_in_reach(steps, goal, iterations)
     stack, _ = iterate(steps, start, progress, max_steps=iterations)
     return CPTerms.of(layout.modes(stack))
 
@@ -215,6 +221,23 @@ def _accepted_steps(
         condition = _norm(moved.weights) / math.sqrt(max(1.0 - misfit**2, 1e-300))
         converged = n_small_gains >= patience or misfit <= goal
         yield IterationStep(current.stack, misfit, condition, current.objective, converged)
+
+
+def _while_in_reach(
+    steps: Iterator[IterationStep[np.ndarray]], goal: float, iterations: int
+) -> Iterator[IterationStep[np.ndarray]]:
+    """Yield steps until those that are left, each with the largest of the last gains, are too few.
+
+    Three gains are looked at: one short step may be the damping's doing.
+    """
+    misfits: list[float] = []
+    for number, step in enumerate(steps, 1):
+        assert step.relative_error is not None
+        misfits = [*misfits[-3:], step.relative_error]
+        gains = [before - after for before, after in pairwise(misfits)]
+        left = iterations - number
+        is_out_of_reach = len(gains) == 3 and misfits[-1] - left * max(gains) > goal
+        yield replace(step, converged=True) if is_out_of_reach else step
 
 
 def _damped_steps(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -23,14 +26,17 @@ from torch import nn  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.lora.base.base_model import Base, open_base, own_base  # noqa: E402
+from lsrdecomp.lora.base.base_model import Base, own_base  # noqa: E402
+from lsrdecomp.lora.base.batch_rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
 from lsrdecomp.lora.base.calibrate import calibrate  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference  # noqa: E402
 from lsrdecomp.lora.base.forward import forward  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.rows import as_batch, examples_in, join_rows, split_rows  # noqa: E402
+from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
 from lsrdecomp.lora.base.texts import read_data  # noqa: E402
+
+CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
 
 
 def test_a_module_of_ones_own_is_a_base(tmp_path):
@@ -54,7 +60,9 @@ def test_a_base_says_what_other_outputs_mean(tmp_path):
     """Here classes: then agreement is measured too."""
     model, data, lora = own_model(tmp_path)
     numbers = own_base(model)
-    base = Base("mine", model, None, Head.classification, numbers.outputs, numbers.batches)
+    base = Base(
+        "mine", model, None, Head.classification, outputs=numbers.outputs, batches=numbers.batches
+    )
     fidelity = lsr.compress(lora, base=base, data=data, ratio=2).fidelity
     assert fidelity.base == "mine"
     assert fidelity.agreement is not None
@@ -69,7 +77,7 @@ def test_statistics_of_numbers_are_those_of_gauss_and_newton(tmp_path):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 4))
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
-    base = Base("linear", adapted, None, Head.numbers, own_base(network).outputs, modules=("0",))
+    base = Base("linear", adapted, None, Head.numbers, ("0",), outputs=own_base(network).outputs)
     inputs = torch.randn(4000, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
     batches = [{"0": part} for part in inputs.split(500)]
     weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=4000, effect=False)["0"]
@@ -84,7 +92,7 @@ def test_statistics_of_a_convolution_are_those_of_its_patches(tmp_path):
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["0"]))
     base = own_base(adapted)
     inputs = torch.randn(600, 2, 6, 6) * torch.tensor([2.0, 0.2]).reshape(1, 2, 1, 1)
-    base = Base("c", adapted, None, Head.numbers, base.outputs, modules=("0",))
+    base = Base("c", adapted, None, Head.numbers, ("0",), outputs=base.outputs)
     batches = [{"0": part} for part in inputs.split(200)]
     weights = calibrate(base, batches, out=tmp_path / "s", seed=0, samples=600, effect=False)["0"]
     # A change D of the weight changes the outputs by D * x, so that ‖G^½ D C^½‖² = Σ‖D * x‖².
@@ -126,6 +134,31 @@ def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):
     assert result.fidelity.agreement is None
 
 
+def test_a_model_of_ones_own_is_run_as_contributing_says(tmp_path, monkeypatch):
+    section = CONTRIBUTING.read_text().split("## Running another model")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+    class Potential(Network):
+        def forward(self, positions, charge):
+            return {"energy": None, "forces": super().forward(positions) * charge}
+
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["first", "second"], init_lora_weights=False)
+    adapted = get_peft_model(Potential(), lora)
+    adapted.save_pretrained(tmp_path / "my-lora")
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "__name__": "contributed",
+        "model": adapted.unload(),
+        "batches": [
+            {"positions": torch.randn(16, 12), "charge": torch.ones(16, 1)} for _ in range(4)
+        ],
+    }
+    exec(compile(code, str(CONTRIBUTING), "exec"), names)
+    assert names["small"].fidelity.kept >= 0.95
+    assert names["small"].fidelity.base == "potential"
+
+
 def test_batches_come_apart_and_together_again():
     batch = {"x": torch.arange(6.0).reshape(3, 2), "t": torch.tensor(5), "more": [torch.ones(3, 1)]}
     rows = split_rows(batch)
@@ -158,7 +191,7 @@ def test_several_rows_of_an_example_count_as_one_example():
     torch.manual_seed(0)
     network = Network()
     adapted = get_peft_model(network, LoraConfig(r=2, target_modules=["first"]))
-    base = Base("n", adapted, None, Head.numbers, own_base(network).outputs)
+    base = Base("n", adapted, None, Head.numbers, outputs=own_base(network).outputs)
     batch = {"0": torch.randn(6, 12), "row_counts": torch.tensor([3, 2, 1])}
     output = forward(base, batch)
     assert output.logits.shape == (6, 8)

@@ -15,7 +15,7 @@ from peft.mapping import (  # noqa: E402
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
 )
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_bases import TEXTS, make_model, save_base  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -183,7 +183,7 @@ def test_methods_without_an_update_are_refused_as_what_they_are(tmp_path, base, 
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("peft_type", ["PEANUT", "ROAD", "VERA"])
+@pytest.mark.parametrize("peft_type", ["OSF", "PEANUT", "ROAD", "VERA"])
 def test_merging_layer_by_layer_leaves_the_model_as_it_is(adapter_of, peft_type):
     model = peft.PeftModel.from_pretrained(make_base(), str(adapter_of(peft_type)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -193,6 +193,36 @@ def test_merging_layer_by_layer_leaves_the_model_as_it_is(adapter_of, peft_type)
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"use_dora": True, "rank_pattern": {"q_proj": 3}, "use_rslora": True},
+        {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["v_proj"]}},
+    ],
+    ids=["DoRA", "BD-LoRA"],
+)
+def test_variants_of_lora_that_peft_merges_are_read_on_a_base(tmp_path, base, variant):
+    settings = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    if "use_bdlora" in variant:
+        variant = {"use_bdlora": peft.BdLoraConfig(nblocks=2, **variant["use_bdlora"])}
+    settings |= {"init_lora_weights": False, **variant}
+    adapter = write_adapter(make_base(), tmp_path / "lora", "LORA", **settings)
+    with pytest.raises(NeedsBaseError, match=next(iter(variant))):
+        open_adapter(adapter)
+    assert_equals_peft(open_adapter(adapter, base), merged_by_peft(make_base(), adapter))
+
+
+def make_biased(kind):
+    """Return a tiny model whose biases are not zero, and names of layers to adapt."""
+    model, targets = make_model(kind)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(std=0.3)
+    return model, targets
 
 
 def outputs(model, n_tokens=12):
@@ -211,17 +241,17 @@ def outputs(model, n_tokens=12):
     ids=["DoRA", "LoRA with a bias", "RoAd, which turns biases too", "HiRA on other layers"],
 )
 def test_the_lora_of_any_method_computes_what_the_method_does(tmp_path, kind, peft_type, settings):
-    model, targets = make_model(kind)
+    model, targets = make_biased(kind)
     save_base(model, tmp_path / "base")
     settings = {"target_modules": targets, "task_type": kind} | settings
-    adapter = write_adapter(make_model(kind)[0], tmp_path / "adapter", peft_type, **settings)
+    adapter = write_adapter(make_biased(kind)[0], tmp_path / "adapter", peft_type, **settings)
     checkpoint = open_adapter(adapter, tmp_path / "base")
     exported = export_lora(checkpoint, tmp_path / "lora")
     expected, found = (
-        outputs(peft.PeftModel.from_pretrained(make_model(kind)[0], str(directory)))
+        outputs(peft.PeftModel.from_pretrained(make_biased(kind)[0], str(directory)))
         for directory in (adapter, exported)
     )
-    plain = outputs(make_model(kind)[0])
+    plain = outputs(make_biased(kind)[0])
     assert (expected - plain).norm() > 1e-2 * plain.norm()
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -238,14 +268,14 @@ def test_a_bias_that_the_base_has_not_is_refused(tmp_path, base):
 
 def test_pairs_have_the_rank_of_the_update_and_none_stands_for_full_rank():
     generator = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((600, 5), (5, 700))
-    )
-    for delta in (left @ right, (left @ right)[:40]):
-        up, down = low_rank_pair(delta)
-        assert up.shape[1] == down.shape[0] == 5
-        assert (up @ down - delta).norm() <= 1e-12 * delta.norm()
+    for rank in (5, 250):
+        left = torch.randn(600, rank, generator=generator, dtype=torch.float64)
+        right = torch.randn(rank, 700, generator=generator, dtype=torch.float64)
+        up, down = low_rank_pair(left @ right)
+        assert up.shape[1] == down.shape[0] == rank
+        assert (up @ down - left @ right).norm() <= 1e-12 * (left @ right).norm()
+    up, down = low_rank_pair(left[:40, :5] @ right[:5])
+    assert up.shape[1] == down.shape[0] == 5
     zero_up, zero_down = low_rank_pair(torch.zeros(6, 4, dtype=torch.float64))
     assert zero_up.shape == (6, 1)
     assert not (zero_up @ zero_down).any()
@@ -288,6 +318,28 @@ def test_what_is_kept_of_any_method_is_measured_on_its_base(base, adapter_of, tm
     assert result.fidelity is not None
     assert result.fidelity.kept > 0.5
     assert {layer.name for layer in open_checkpoint(result.save(tmp_path / "small")).layers}
+
+
+@pytest.mark.parametrize("peft_type", ["C3A", "OFT"])
+def test_numbers_that_are_not_finite_are_told_by_layer(base, adapter_of, tmp_path, peft_type):
+    adapter = adapter_of(peft_type)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    checkpoint = open_adapter(tmp_path, base)
+    with pytest.raises(CheckpointError, match=r"layers.0.self_attn.q_proj: .* NaN or infinite"):
+        compress(checkpoint, ratio=2)
+
+
+def test_a_file_that_peft_does_not_open_is_refused_in_one_line(tmp_path):
+    config = {"peft_type": "C3A", "block_size": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    key = "base_model.model.q_proj.c3a_kernel"
+    save_file({key: torch.zeros(1, 2, 4)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="PEFT does not open it") as refusal:
+        open_adapter(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_small_file_that_implies_a_huge_update_is_refused_before_it_is_formed(tmp_path):

@@ -19,10 +19,10 @@ from lsrdecomp.errors import (  # noqa: E402
     CheckpointError,
     LsrError,
 )
-from lsrdecomp.lora.base.base_model import load_base, load_pair  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences, without_delta  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base, load_pair  # noqa: E402
 from lsrdecomp.lora.compress.export import export_lora  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint  # noqa: E402
 

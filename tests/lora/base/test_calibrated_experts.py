@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qw
 
 from lsrdecomp import compress
 from lsrdecomp.errors import CalibrationError, CheckpointError
-from lsrdecomp.lora.base.base_model import load_base, open_base
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.expert_layers import attach_adapter, least_used_expert
 from lsrdecomp.lora.base.heads import Head
+from lsrdecomp.lora.base.open_bases import load_base, open_base
 from lsrdecomp.lora.base.sampled_gradients import sampled_log_likelihood
 from lsrdecomp.lora.compress import export_lora
 from lsrdecomp.lora.files import open_checkpoint

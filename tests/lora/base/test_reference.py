@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from tiny_bases import TEXTS, make_model, write_directories  # noqa: E402
 
-from lsrdecomp.lora.base.base_model import load_base, load_pair  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import (  # noqa: E402
     Reference,
@@ -24,6 +23,7 @@ from lsrdecomp.lora.base.divergence import (  # noqa: E402
 )
 from lsrdecomp.lora.base.forward import forward, forward_repeatable, output_layer  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base, load_pair  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["SEQ_CLS", "CAUSAL_LM"])

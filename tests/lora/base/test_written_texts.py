@@ -15,8 +15,8 @@ from tiny_language_model import make_base, make_lora  # noqa: E402
 
 from lsrdecomp.errors import LsrError  # noqa: E402
 from lsrdecomp.lora.base import written_texts  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_base  # noqa: E402
 from lsrdecomp.lora.base.dataset import PromptExample  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 from lsrdecomp.lora.base.written_texts import write_texts  # noqa: E402
 from lsrdecomp.lora.files import Journal  # noqa: E402
 
@@ -29,6 +29,7 @@ GIVEN = [
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
     monkeypatch.setattr(written_texts, "NEW_TOKENS", 5)
+    monkeypatch.setattr(written_texts, "MIN_FOUND", 0.01)  # this base has few words
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_the_same_seed_writes_the_same_texts_and_none_twice(source, given):
 
 def test_without_texts_prompts_have_all_forms(source):
     prompts = [text.prompt for text in write_texts(source, seed=0, count=96)]
-    for beginning in ("Question:", "Input:", "Text:", "Instruction:"):
+    for beginning in ("Question:", "Input:", "Text:"):
         assert any(prompt.startswith(beginning) for prompt in prompts)
     ends = [prompt.endswith("\n") for prompt in prompts]
     assert any(ends)
@@ -109,7 +110,7 @@ def test_echoes_and_empty_answers_leave(source, monkeypatch):
         return answers
 
     monkeypatch.setattr(written_texts, "generate", answer)
-    monkeypatch.setattr(written_texts, "FORMS", ("{}",))
+    monkeypatch.setattr(written_texts, "N_WORDS", 0)
     texts = write_texts(source, seed=0, count=80)
     completions = [text.completion for text in texts]
     assert any(completion.startswith(" reply") for completion in completions)
@@ -176,3 +177,30 @@ def test_the_sentences_are_different_short_and_about_many_things():
     random.Random(0).shuffle(sentences)
     firsts = {sentence.split()[0] for sentence in sentences}
     assert len(firsts) > 60
+
+
+def test_sentences_have_the_words_after_which_the_lora_acts_most(source, monkeypatch):
+    def by_word(_writer, prompts):
+        return torch.tensor([2.0 if p.endswith(("Rating:", "SQL:")) else 0.1 for p in prompts])
+
+    monkeypatch.setattr(written_texts, "N_WORDS", 2)
+    monkeypatch.setattr(written_texts._TextWriter, "_first_token_divergences", by_word)
+    prompts = [text.prompt for text in write_texts(source, seed=0, count=60)]
+    ended = [prompt for prompt in prompts if prompt.endswith(("Rating:", "SQL:"))]
+    assert len(ended) > 20
+    assert not any(prompt.endswith("Label:") for prompt in prompts)
+
+
+def test_answers_that_do_not_end_are_cut_to_the_length_of_those_that_do(source, monkeypatch):
+    monkeypatch.setattr(written_texts, "BEGINNINGS_SHARE", 0.0)  # of whole texts
+    monkeypatch.setattr(written_texts, "NEW_TOKENS", 6)
+    answers = [" one two", " one two three four five six", " six\nfive four three two one"]
+    monkeypatch.setattr(
+        written_texts,
+        "generate",
+        lambda _model, _tokenizer, prompts, **_options: [
+            answers[number % 3] for number in range(len(prompts))
+        ],
+    )
+    completions = {text.completion for text in write_texts(source, seed=0, count=60)}
+    assert completions == {" one two", " six"}

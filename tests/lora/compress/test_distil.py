@@ -31,10 +31,10 @@ from lsrdecomp.errors import (  # noqa: E402
     LsrError,
 )
 from lsrdecomp.lora.base import autocast as mixed_precision  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_pair  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_pair  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402
@@ -502,11 +502,6 @@ def test_all_lengths_are_told_once_before_anything_is_answered(language_model, m
     )
     widths = [batch["input_ids"].shape[1] for batch in evaluator.batches(rows)]
     assert max(widths) == 40
-
-
-def test_too_few_texts_are_refused_before_the_base_is_opened(classifier, tmp_path):
-    with pytest.raises(LsrError, match="10 different texts are too few: 32 are needed"):
-        run(classifier, classifier / "lsr", data=TEXTS[:10], base=tmp_path)  # holds no model
 
 
 def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):

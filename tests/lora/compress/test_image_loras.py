@@ -12,14 +12,18 @@ from peft import LoraConfig  # noqa: E402
 from peft.utils import get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
+import lsrdecomp as lsr  # noqa: E402
 from benchmarks.images.shapes import tokenizer  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
-from lsrdecomp.lora.base.base_model import open_base  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
+from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
 from lsrdecomp.lora.base.texts import Example, prompts_to_draw  # noqa: E402
 from lsrdecomp.lora.base.tokens import model_inputs  # noqa: E402
 from lsrdecomp.lora.compress import truncate  # noqa: E402
+from lsrdecomp.lora.compress.cut_report import cut_report  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint  # noqa: E402
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings  # noqa: E402
 
@@ -108,7 +112,7 @@ def test_a_lora_file_acts_as_diffusers_loads_it(folder, tmp_path, names):
         file = as_kohya(file, tmp_path / "kohya.safetensors")
     base = open_base(folder / "pipeline", file)
     source = base.with_adapter(file)
-    (batch,) = source.batches(source, [Example(0, "a small red circle"), Example(1, "")], 16)
+    (batch,) = source.batches(source, [Example(0, "a small red circle"), Example(1, "")], 32)
     # Two images at eight noise levels, with and without their prompts.
     assert batch["row_counts"].tolist() == [16, 16]
     with torch.no_grad():
@@ -141,12 +145,58 @@ def test_an_image_lora_is_cut_by_its_effect(folder, tmp_path, names):
     assert all(torch.equal(before[key], after[key]) for key in copied)
     base = open_base(folder / "pipeline", file)
     adapted = base.with_adapter(small)
-    (batch,) = adapted.batches(adapted, [Example(9, "a small red circle")], 8)
+    (batch,) = adapted.batches(adapted, [Example(9, "a small red circle")], 16)
     theirs = outputs_of_diffusers(folder, small, batch)
     with torch.no_grad():
         torch.testing.assert_close(
             adapted.outputs(adapted.model, batch), theirs, rtol=1e-4, atol=1e-5
         )
+
+
+def test_an_image_lora_becomes_lsr_where_its_names_are_those_of_modules(folder, tmp_path):
+    state = load_file(folder / "style.safetensors")
+    of_unet = {key: value for key, value in state.items() if key.startswith("unet.")}
+    file = tmp_path / "unet.safetensors"
+    save_file(of_unet, file)
+    result = lsr.compress(file, base=folder / "pipeline", ratio=3, settings=FEW)
+    assert 0.0 < result.fidelity.kept <= 1.0
+    assert result.fidelity.agreement is None
+    with pytest.raises(CheckpointError, match="does not run on the data"):
+        lsr.compress(folder / "style.safetensors", base=folder / "pipeline", ratio=3, settings=FEW)
+    kohya = as_kohya(file, tmp_path / "kohya.safetensors")
+    with pytest.raises(CheckpointError, match="is unet.down_blocks.*in the base"):
+        lsr.compress(kohya, base=folder / "pipeline", ratio=3, settings=FEW)
+
+
+def test_a_report_shows_base_lora_and_small_side_by_side(folder, tmp_path):
+    source = open_checkpoint(folder / "style.safetensors", carry=True)
+    prompts = ["a small red circle", "a large blue cross"]
+    settings = MeasuredSettings(held_out=8, batch=64, examples=2)
+    cut = truncate(source, base=folder / "pipeline", data=prompts, ratio=3, settings=settings)
+    assert {each.prompt for each in cut.pictures} == set(prompts)
+    assert all(each.base.startswith(b"\x89PNG") for each in cut.pictures)
+    assert all(each.lora != each.base for each in cut.pictures)
+    page = cut_report(cut, tmp_path / "small.safetensors")
+    assert page.count("data:image/png;base64,") == 6
+    assert "small.safetensors" in page
+    assert "http" not in page.split("</style>")[1]
+
+
+def test_one_command_writes_a_file_and_a_page(folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a small red circle\na large blue cross\n")
+    words = ["compress", folder / "style.safetensors", "--base", folder / "pipeline"]
+    words += ["--data", tmp_path / "prompts.txt", "--keep", 0.7, "--held-out", 8, "--batch", 64]
+    words += ["--out", tmp_path / "small.safetensors", "--report", tmp_path / "small.html"]
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "of the LoRA's effect on 8 held-out examples of prompts.txt" in said
+    assert "Cut by the weights alone to as many numbers it keeps" in said
+    assert "4 layers are copied as they are" in said
+    assert "Used truncated SVD with one global threshold" not in said
+    assert open_checkpoint(tmp_path / "small.safetensors", carry=True).layers
+    page = (tmp_path / "small.html").read_text()
+    assert page.count("data:image/png;base64,") == 12
 
 
 def test_a_unet_alone_runs_on_random_latents(folder, tmp_path):
@@ -165,7 +215,7 @@ def test_a_unet_alone_runs_on_random_latents(folder, tmp_path):
 
 def test_prompts_are_repeated_with_other_seeds_until_there_are_enough():
     items = prompts_to_draw(["a", "b"])
-    assert len({item.number for item in items}) == len(items) == 96
+    assert len({item.number for item in items}) == len(items) == 240
     assert {item.inputs for item in items} == {"a", "b"}
     assert {item.inputs for item in prompts_to_draw(None)} == {None}
 

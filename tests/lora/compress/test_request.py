@@ -86,7 +86,9 @@ ON_ROUTE: dict[Route, dict[str, Any]] = {
     Route.GIVEN_TERMS: {"separation_rank": 2},
     Route.MEASURED: {"ratio": 8.0, "base": "base", "data": "texts.txt"},
     Route.TRUNCATED: {"ratio": 8.0},
+    Route.TRUNCATED_ON_BASE: {"ratio": 8.0, "base": "base", "data": "texts.txt"},
 }
+TO_FILE = (Route.TRUNCATED, Route.TRUNCATED_ON_BASE)
 """The least that leads to each route."""
 
 
@@ -147,6 +149,8 @@ def received_in_python(route: Route, settings: dict[str, Any], patch: pytest.Mon
     try:
         if route is Route.TRUNCATED:
             return repr(cut_file(settings))
+        if route is Route.TRUNCATED_ON_BASE:
+            return repr(Request.parse(settings, to_file=True))
         compress(DEMO, **as_typed(settings))
     except Arrived as arrived:
         return str(arrived)
@@ -191,7 +195,7 @@ def leads_elsewhere(route: Route, setting: str) -> bool:
         return setting in ("base", "separation_rank", "keep")
     if route is Route.GIVEN_TERMS:
         return setting in ("base", *ALL_GOALS) and setting != "separation_rank"
-    return False
+    return (route, setting) in ((Route.TRUNCATED, "base"), (Route.MEASURED, "to"))
 
 
 def pairs(settings: Iterable[str]) -> list[Any]:
@@ -260,7 +264,7 @@ def test_an_option_reaches_the_route_or_is_refused_on_the_command_line(
     route: Route, setting: str, folder: Path
 ) -> None:
     without, asked = question(route, setting)
-    ending = ".safetensors" if route is Route.TRUNCATED else ""
+    ending = ".safetensors" if route in TO_FILE else ""
     without, asked = ({"out": f"small{ending}"} | each for each in (without, asked))
     if setting == "out":
         asked["out"] = f"other{ending}"
@@ -302,8 +306,9 @@ def test_options_of_a_search_are_refused_where_a_file_is_cut() -> None:
     words = "--ratio 4 --out x.safetensors --record --workers 3 --passes 2 --device cuda"
     text = refused(*words.split())
     way = "not read where a LoRA file is written: name a directory, such as --out small/"
-    assert f"--workers, --device and --record are {way};" in text
-    assert text.endswith(f"--passes is {way}, with --base and --data")
+    assert f"--workers and --record are {way};" in text
+    assert f"--passes is {way}, with --base and --data" in text
+    assert "--device is read with --base" in text
 
 
 def test_two_goals_are_the_same_refusal_in_both_doors() -> None:
@@ -316,7 +321,7 @@ def test_two_goals_are_the_same_refusal_in_both_doors() -> None:
 def test_a_share_without_a_base_is_the_same_refusal_in_both_doors() -> None:
     text = refused("--keep", "0.9", "--dry-run")
     assert text.startswith("a share to keep is measured on a base: give --base, and --data")
-    with pytest.raises(BudgetError, match="give base= and data= with keep=; without one, as for"):
+    with pytest.raises(BudgetError, match="give base=, and data= if you have texts, with keep="):
         compress(DEMO, keep=0.9)
 
 

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
 
 from lsrdecomp.errors import CalibrationError  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_base  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "formats.md"
 HEAD = (

@@ -401,11 +401,8 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
     [
         ({"use_dora": True}, "DoRA"),
         ({"peft_type": "ADAMSS"}, "'ADAMSS'"),
-        ({"peft_type": "IA3"}, "'IA3'"),
-        (
-            {"lora_bias": True},
-            "lora_bias .* merge it into its base, or train it again as plain LoRA",
-        ),
+        ({"peft_type": "IA3"}, "IA3: one factor for each activation, and no ΔW"),
+        ({"lora_bias": True}, "lora_bias .* give that by --base "),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"megatron_config": {"a": 1}}, "Megatron"),
         ({"alora_invocation_tokens": [1]}, "activated LoRA"),

@@ -10,10 +10,11 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_bases import TEXTS, write_directories  # noqa: E402
 
-from lsrdecomp.lora.base.base_model import Base, load_pair  # noqa: E402
+from lsrdecomp.lora.base.base_model import Base  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import without_delta  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_pair  # noqa: E402
 from lsrdecomp.lora.measure.features import forward_with_features  # noqa: E402
 from lsrdecomp.lora.measure.teacher import feature_distance, teacher_batch  # noqa: E402
 

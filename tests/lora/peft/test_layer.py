@@ -134,7 +134,7 @@ def test_the_start_has_the_spread_it_promises():
     model = nn.ModuleDict({"layer": nn.Linear(900, 400)})
     peft = get_peft_model(model, LsrConfig(target_modules=["layer"], r=16, separation_rank=16))
     layer = peft.base_model.model["layer"]
-    right = layer.lsr_A["default"].matrix()
+    right = layer.lsr_A["default"]()
     assert right.std().item() == pytest.approx(1 / 30, rel=0.1)
     first = layer.lsr_B["default"].factor_1
     assert first.std().item() == pytest.approx(1 / 4, rel=0.1)
@@ -196,9 +196,9 @@ def test_dropout_acts_on_the_adapter_alone_and_only_in_training():
 
 def test_factors_are_expanded_in_their_own_precision_under_autocast():
     layer, x = adapted("linear", torch.float32)
-    expected = layer.lsr_A["default"].matrix()
+    expected = layer.lsr_A["default"]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer.lsr_A["default"].matrix(), expected)
+        assert torch.equal(layer.lsr_A["default"](), expected)
         assert layer(x).dtype == torch.bfloat16
 
 

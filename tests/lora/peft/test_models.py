@@ -174,12 +174,12 @@ def test_a_copied_or_pickled_layer_holds_no_formed_matrix():
         module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
     )
     size = len(pickle.dumps(sums))
-    matrix = sums.matrix()
+    matrix = sums()
     assert len(pickle.dumps(sums)) == size
     for copied in (copy.deepcopy(sums), pickle.loads(pickle.dumps(sums))):
         assert copied._last_formed is None
-        assert torch.equal(copied.matrix(), matrix)
-    assert sums.matrix() is matrix
+        assert torch.equal(copied(), matrix)
+    assert sums() is matrix
 
 
 def test_what_is_formed_without_a_graph_is_not_used_where_gradients_are_wanted():
@@ -188,8 +188,8 @@ def test_what_is_formed_without_a_graph_is_not_used_where_gradients_are_wanted()
     )
     with factors.formed_once():
         with torch.no_grad():
-            assert sums.matrix() is sums.matrix()
-        assert sums.matrix().requires_grad
+            assert sums() is sums()
+        assert sums().requires_grad
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -224,20 +224,20 @@ def test_a_matrix_formed_earlier_is_used_while_the_factors_hold_the_same_numbers
         module for module in adapted().modules() if isinstance(module, factors.KroneckerFactors)
     )
     twin = copy.deepcopy(sums)
-    before = sums.matrix()
-    assert sums.matrix() is before
+    before = sums()
+    assert sums() is before
     change(sums)
-    after = sums.matrix()
+    after = sums()
     torch.testing.assert_close(after, expand(sums.factors), rtol=0, atol=0, equal_nan=True)
     assert after.dtype == sums.factor_1.dtype
-    torch.testing.assert_close(twin.matrix(), before, rtol=0, atol=0)
+    torch.testing.assert_close(twin(), before, rtol=0, atol=0)
 
 
 @torch.no_grad()
 def test_factors_without_numbers_are_not_compared():
     with FakeTensorMode():
         sums = factors.KroneckerFactors(KroneckerShape(((2, 3), (2, 3))), 2)
-        assert [sums.matrix().shape for _ in range(2)] == [(4, 9)] * 2
+        assert [sums().shape for _ in range(2)] == [(4, 9)] * 2
 
 
 def test_a_functional_call_uses_the_parameters_it_was_given():

@@ -1,0 +1,111 @@
+"""Opening a base: plain, with an adapter on it, or twice with two adapters.
+
+Which opener it is depends on the base: an open model (`base_model.own_base`), a directory of
+diffusers (`diffusion_base`), a model of images, sounds or embeddings (`other_bases`), or one of
+texts (`base_model.open_text_base`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.lora.base.base_model import Base, n_saved_classes, open_text_base, own_base
+from lsrdecomp.lora.base.diffusion_base import open_diffusion
+from lsrdecomp.lora.base.other_bases import open_other
+from lsrdecomp.lora.files.file_checks import is_diffusers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = ("float32", "bfloat16")
+"""Precisions a base may be opened in."""
+
+
+def load_base(
+    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> Base:
+    """Open a base with an adapter on it.
+
+    Parameters
+    ----------
+    base : str or path
+        A name or directory that transformers opens, a GGUF file, or ``"smollm2"``; see
+        `lora.base.base_files.find_base`.
+    adapter : path
+        A PEFT directory: LoRA, LSR or any other kind PEFT opens.
+    dtype, device : str
+        Precision and device of the base.
+
+    Raises
+    ------
+    CheckpointError
+        If the adapter's head does not fit, or its task type is none of `LOADERS`.
+    """
+    return open_base(base, adapter, dtype=dtype, device=device).with_adapter(adapter)
+
+
+def load_pair(
+    base: str | Path,
+    source: str | Path,
+    compressed: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> tuple[Base, Base]:
+    """Open the same base twice, once with each adapter; its large weights are held once.
+
+    Parameters
+    ----------
+    base : str or path
+        As `load_base` takes it.
+    source, compressed : path
+        PEFT directories of one task type, of any kinds PEFT opens.
+    dtype, device : str
+        Precision and device of the base.
+
+    Raises
+    ------
+    CheckpointError
+        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks: its outputs would
+        be noise.
+    """
+    n_source = n_saved_classes(source)
+    n_compressed = n_saved_classes(compressed)
+    if n_source != n_compressed:
+        raise CheckpointError(
+            "the adapters have different heads, "
+            f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
+            f"{compressed}; their outputs cannot be compared"
+        )
+    plain = open_base(base, source, dtype=dtype, device=device)
+    return plain.with_adapter(source), plain.with_adapter(compressed)
+
+
+def open_base(
+    base: str | Path | nn.Module | Base,
+    adapter: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Base:
+    """Open the plain base, with the kind of head that ``adapter`` was trained for.
+
+    Parameters and errors are those of `load_base`; a base that is open already is taken as it is.
+    """
+    if isinstance(base, Base):
+        return base
+    if isinstance(base, nn.Module):
+        return own_base(base.to(device))
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    precision = getattr(torch, dtype)
+    if is_diffusers(base):
+        return open_diffusion(base, dtype=precision, device=device)
+    other = open_other(base, adapter, dtype=precision, device=device)
+    if other is not None:
+        return other
+    return open_text_base(base, adapter, dtype=precision, device=device)
