@@ -21,7 +21,7 @@ from lsrdecomp.lora.measure.symptoms import Reason
 from lsrdecomp.precision import unit_roundoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.files.records import Layer
@@ -64,12 +64,18 @@ class MergedModel:
     storage: str
 
     @classmethod
-    def open(cls, path: str | Path, base: str | Path) -> MergedModel:
-        """Open a merged model and its base, whose tensors are read when asked for."""
+    def open(cls, path: str | Path, base: str | Path, source: Checkpoint) -> MergedModel:
+        """Open a merged model and its base, whose tensors are read when asked for.
+
+        The storage is told by the weights that the LoRA ``source`` adapts.
+        """
         packed = _packing(Path(path))
         weights = _weights(path)
         base_weights = _weights(base)
-        return cls(path, base, weights, base_weights, packed or _storage(weights))
+        adapted = [f"{layer.name}.weight" for layer in source.layers]
+        stored = [name for name in adapted if name in weights][:4]
+        samples = [weights[name]() for name in stored]
+        return cls(path, base, weights, base_weights, packed or _storage(samples))
 
     @property
     def is_quantized(self) -> bool:
@@ -185,10 +191,10 @@ def _read(tensor: Any) -> Array:
     return array
 
 
-def _storage(weights: Weights) -> str:
+def _storage(samples: Sequence[Array]) -> str:
     """Return the narrowest float type that holds some matrices, or that they have few values."""
-    matrices = [name for name in weights if name.endswith("proj.weight")] or list(weights)
-    samples = [weights[name]() for name in matrices[:4]]
+    if not samples:
+        return "float32"
     if all(map(_has_few_values, samples)):
         return "four bits"
     if all(map(_has_steps_of_eight_bits, samples)):

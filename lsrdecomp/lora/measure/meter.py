@@ -339,7 +339,7 @@ class _Work:
         differences: list[LayerDifference] = []
         reasons: list[Reason] = []
         if self.base_path is not None:
-            model = MergedModel.open(path, self.base_path)
+            model = MergedModel.open(path, self.base_path, source)
             updates = model.updates(source)
             stored = [layer for layer in source.layers if layer.name in updates]
             compared = replace(source, layers=tuple(stored))
