@@ -74,22 +74,18 @@ def open_other(
     if not config_file.is_file():
         return None
     directory = reachable_base(base)
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    config = _load(AutoConfig, directory)
     model_type = config.model_type
     options: dict[str, Any] = {"dtype": dtype}
     if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        model = AutoModelForSpeechSeq2Seq.from_pretrained(directory, **options)
+        model = _load(AutoModelForSpeechSeq2Seq, directory, **options)
         reader = _SoundReader(directory)
         return Base(str(base), model.to(device), reader, Head.seq2seq, batches=_sound_batches)
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         options |= head_options(adapter)
-        model = AutoModelForImageClassification.from_pretrained(
-            directory, ignore_mismatched_sizes=True, **options
-        )
-        processor: Any = AutoImageProcessor.from_pretrained(directory)  # type: ignore[no-untyped-call]
+        options["ignore_mismatched_sizes"] = True
+        model = _load(AutoModelForImageClassification, directory, **options)
+        processor = _load(AutoImageProcessor, directory)
         return Base(
             str(base), model.to(device), processor, Head.classification, batches=_image_batches
         )
@@ -97,10 +93,19 @@ def open_other(
     is_plain = set(config.architectures or ()) <= set(MODEL_MAPPING_NAMES.values())
     if task_type in LOADERS or (task_type != EMBEDDING_TASK and not is_plain):
         return None
-    model = AutoModel.from_pretrained(directory, **options).to(device)
+    model = _load(AutoModel, directory, **options).to(device)
     tokenizer = open_tokenizer(base)
     model.pools_first_token = _pools_first_token(Path(directory))
     return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
+
+
+def _load(loader: Any, directory: str, **options: Any) -> Any:
+    """Return what a class of transformers reads; `CheckpointError` if it cannot."""
+    try:
+        return loader.from_pretrained(directory, **options)
+    except (OSError, ValueError) as error:
+        text = f"no base could be opened: {first_line(error)}"
+        raise CheckpointError(text, path=directory) from error
 
 
 def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:
@@ -172,7 +177,7 @@ class _SoundReader:
     """Reads WAV files as the inputs of a model of sounds."""
 
     def __init__(self, directory: str) -> None:
-        self.extractor: Any = AutoFeatureExtractor.from_pretrained(directory)  # type: ignore[no-untyped-call]
+        self.extractor = _load(AutoFeatureExtractor, directory)
 
     def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """Return the inputs for some files."""
