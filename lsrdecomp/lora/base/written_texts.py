@@ -251,12 +251,12 @@ class _TextWriter:
 
         backwards = self._collect(n_backwards, answer_backwards, progress)
         beginnings = self._collect(n_beginnings, self._go_on, progress)
-        texts = _different([*self._cut([*answered, *backwards]), *beginnings])
+        texts = _different([*answered, *backwards, *beginnings])
         # Further sentences make up for what the last two did not bring.
         further = self._collect(
             count - len(texts), answer_sentences, progress, first_round=MAX_ROUNDS
         )
-        return _different([*texts, *self._cut(further)])
+        return _different([*self._cut([*answered, *backwards, *further]), *beginnings])
 
     def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
