@@ -11,8 +11,9 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
   after the token that begins a text.
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
-over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out. A model
-that answers with classes or numbers reads the sentences as they are.
+over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out, and where
+a LoRA goes on and on in a prompt unlike its own, it is cut short. A model that answers with classes
+or numbers reads the sentences as they are.
 
 .. [1] R. Wang et al., Trans-LoRA: towards data-free transferable parameter efficient finetuning,
        2024.
@@ -43,7 +44,7 @@ from lsrdecomp.lora.base.texts import (
     Item,
     few_texts,
 )
-from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, model_inputs, prompt_text
+from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
 
@@ -100,34 +101,6 @@ N_WORDS = 6
 """Words after the sentence that are used, of those that are tried."""
 N_TRIAL_SENTENCES = 4
 """Sentences on which words are tried."""
-WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
-"""Heads of models that write texts."""
-FORMS = (
-    "{}\n",
-    "Question: {}\nAnswer:",
-    "Input: {} Output:",
-    "Text: {} Label:",
-    "{}",
-    "Instruction: {}\nResponse:",
-)
-"""Forms in which a sentence is put to any language model."""
-CHAT = ""
-"""Stands among forms for the tokenizer's chat template."""
-BEFORE = ("Text", "Input", "Question")
-"""Words before the sentence of a form, in turn."""
-AFTER = (
-    *("Answer", "Output", "Label", "Response", "Result", "Sentiment", "Category", "Class", "Topic"),
-    *("Summary", "Title", "Translation", "Intent", "Text", "Description", "Reply", "Assistant"),
-    *("Explanation", "Code", "SQL", "Entities", "Keywords", "Score", "Rating", "Emotion"),
-    *("Paraphrase", "Correction", "Hypothesis", "Conclusion", "Solution", "JSON", "Data"),
-)
-"""Words after the sentence of a form, before the answer."""
-N_FORMS = 6
-"""Forms that are used, of those that are tried."""
-N_TRIAL_SENTENCES = 4
-"""Sentences on which forms are tried."""
-N_TRIAL_WORDS = 3
-"""Words after the sentence that are tried with all words before it."""
 BACKWARDS = "Output: {}\nInput:"
 """What the base continues, to write a prompt backwards from an answer."""
 BACKWARDS_SHARE = 0.25
@@ -412,18 +385,18 @@ class _TextWriter:
         """Return KL(LoRA ‖ base) of the token that follows each prompt."""
         model = self.source.model
         parts = []
+        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
         with mixed_precision(model), evaluation_mode(model, autocast=False) as device:
             for start in range(0, len(prompts), TRIAL_BATCH):
-                encoded = self.source.tokenizer(
-                    list(prompts[start : start + TRIAL_BATCH]),
-                    padding=True,
-                    padding_side="left",
-                    return_tensors="pt",
-                ).to(device)
+                batch = list(prompts[start : start + TRIAL_BATCH])
+                encoded = self.source.tokenizer(batch, **options).to(device)
+                mask = encoded["attention_mask"]
+                inputs = {"input_ids": encoded["input_ids"], "attention_mask": mask}
+                last = torch.arange(len(batch), device=device), mask.sum(1) - 1
                 with torch.no_grad():
-                    adapted = model(**model_inputs(encoded)).logits[:, -1]
+                    adapted = model(**inputs).logits[last]
                     with without_delta(model):
-                        plain = model(**model_inputs(encoded)).logits[:, -1]
+                        plain = model(**inputs).logits[last]
                 parts.append(divergences(adapted.float(), plain.float(), self.source.head))
         return torch.cat(parts)
 
