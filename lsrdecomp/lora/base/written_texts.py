@@ -12,7 +12,7 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
 over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out, and where
-a LoRA goes on and on in a prompt unlike its own, it is cut short. A model that answers with classes
+a LoRA goes on and on in a prompt unlike its own, its first line is kept. A model that answers with classes
 or numbers reads the sentences as they are.
 
 .. [1] R. Wang et al., Trans-LoRA: towards data-free transferable parameter efficient finetuning,
@@ -25,7 +25,6 @@ import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +72,6 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
-MIN_ENDED = 8
-"""Answers that a LoRA has ended, from which others are cut to their length."""
 MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
@@ -229,7 +226,7 @@ class _TextWriter:
         further = self._collect(
             count - len(texts), answer_sentences, progress, first_round=MAX_ROUNDS
         )
-        return _different([*self._cut([*answered, *backwards, *further]), *beginnings])
+        return _different([*texts, *further])
 
     def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
@@ -404,7 +401,8 @@ class _TextWriter:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
-        for example, completion in zip(prompts, completions, strict=True):
+        for example, text in zip(prompts, completions, strict=True):
+            completion = self._first_line(text)
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -414,23 +412,16 @@ class _TextWriter:
                 answered.append(replace(example, completion=completion))
         return answered
 
-    def _cut(self, answered: Sequence[PromptExample]) -> list[PromptExample]:
-        """Cut answers that the LoRA does not end, to a line and as many words as others have.
+    def _first_line(self, answer: str) -> str:
+        """Return the first line of an answer that the LoRA has not ended; others whole.
 
         In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
         """
-        ended = [text for text in answered if self._has_ended(text)]
-        n_words = NEW_TOKENS
-        if len(ended) >= MIN_ENDED:
-            n_words = round(median(len(_answer_of(text).split()) for text in ended))
-        return [
-            text if self._has_ended(text) else _shortened(text, max(1, n_words))
-            for text in answered
-        ]
-
-    def _has_ended(self, text: PromptExample) -> bool:
-        """Return whether an answer is so short that the model has ended it."""
-        return len(self.source.tokenizer(_answer_of(text))["input_ids"]) < NEW_TOKENS - 2
+        if len(self.source.tokenizer(answer)["input_ids"]) < NEW_TOKENS - 2:
+            return answer
+        text = answer.lstrip()
+        space = answer[: len(answer) - len(text)]
+        return space + text.split("\n")[0]
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -519,23 +510,6 @@ def _body(example: PromptExample) -> str:
     if contents:
         return contents[-1]
     return example.prompt or example.completion
-
-
-def _answer_of(example: PromptExample) -> str:
-    """Return the answer of an example that was written."""
-    return example.messages[-1]["content"] if example.messages else example.completion
-
-
-def _shortened(example: PromptExample, n_words: int) -> PromptExample:
-    """Return an example with the first line of its answer, and no more words than so many."""
-    answer = _answer_of(example)
-    text = answer.lstrip()
-    space = answer[: len(answer) - len(text)]
-    shorter = space + " ".join(text.split("\n")[0].split(" ")[:n_words])
-    if not example.messages:
-        return replace(example, completion=shorter)
-    *before, reply = example.messages
-    return replace(example, messages=(*before, {**reply, "content": shorter}))
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:
