@@ -12,8 +12,8 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
 over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out, and where
-a LoRA goes on and on in a prompt unlike its own, its first line is kept. A model that answers with classes
-or numbers reads the sentences as they are.
+a LoRA goes on and on in a prompt unlike its own, its first line is kept. A model that answers with
+classes or numbers reads the sentences as they are.
 
 .. [1] R. Wang et al., Trans-LoRA: towards data-free transferable parameter efficient finetuning,
        2024.
