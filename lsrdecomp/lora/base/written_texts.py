@@ -329,7 +329,7 @@ class _TextWriter:
         # 2. Keep what is about as long as the given prompts, and none of them.
         lengths = [len(core) - len(beginning) for core in cores]
         shortest, longest = min(lengths) // 2, 2 * max(lengths)
-        prompts = []
+        prompts: list[PromptExample] = []
         for text in written:
             core = text.split(end)[0].rstrip()
             body = f"{beginning}{core}{ending}"
