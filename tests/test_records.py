@@ -236,9 +236,15 @@ def in_language_models():
 
 
 def of_written_texts():
-    for written, arm in ((WRITTEN, "none"), (CONTINUED, "few")):
-        found = record("written_texts")["bias"][arm]
-        assert WRITTEN_BIAS[written] == (round(found["mean"], 3), round(found["spread"], 3))
+    found = {
+        {"none": WRITTEN, "few": CONTINUED}[arm]: (
+            round(bias["mean"], 3),
+            round(bias["spread"], 3),
+            len(bias["by_task"]),
+        )
+        for arm, bias in record("written_texts")["bias"].items()
+    }
+    assert found == WRITTEN_BIAS
     yield from ()
 
 

@@ -11,8 +11,9 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
   after the token that begins a text.
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
-over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out. A model
-that answers with classes or numbers reads the sentences as they are.
+over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out, and where
+a LoRA goes on and on in a prompt unlike its own, its first line is kept. A model that answers with
+classes or numbers reads the sentences as they are.
 
 .. [1] R. Wang et al., Trans-LoRA: towards data-free transferable parameter efficient finetuning,
        2024.
@@ -24,7 +25,6 @@ import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ from lsrdecomp.lora.base.texts import (
     Item,
     few_texts,
 )
-from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, model_inputs, prompt_text
+from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
 
@@ -72,8 +72,6 @@ LISTED = 4
 """Prompts in a list that the base continues."""
 MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
-MIN_ENDED = 8
-"""Answers that a LoRA has ended, from which others are cut to their length."""
 MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
@@ -100,34 +98,6 @@ N_WORDS = 6
 """Words after the sentence that are used, of those that are tried."""
 N_TRIAL_SENTENCES = 4
 """Sentences on which words are tried."""
-WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
-"""Heads of models that write texts."""
-FORMS = (
-    "{}\n",
-    "Question: {}\nAnswer:",
-    "Input: {} Output:",
-    "Text: {} Label:",
-    "{}",
-    "Instruction: {}\nResponse:",
-)
-"""Forms in which a sentence is put to any language model."""
-CHAT = ""
-"""Stands among forms for the tokenizer's chat template."""
-BEFORE = ("Text", "Input", "Question")
-"""Words before the sentence of a form, in turn."""
-AFTER = (
-    *("Answer", "Output", "Label", "Response", "Result", "Sentiment", "Category", "Class", "Topic"),
-    *("Summary", "Title", "Translation", "Intent", "Text", "Description", "Reply", "Assistant"),
-    *("Explanation", "Code", "SQL", "Entities", "Keywords", "Score", "Rating", "Emotion"),
-    *("Paraphrase", "Correction", "Hypothesis", "Conclusion", "Solution", "JSON", "Data"),
-)
-"""Words after the sentence of a form, before the answer."""
-N_FORMS = 6
-"""Forms that are used, of those that are tried."""
-N_TRIAL_SENTENCES = 4
-"""Sentences on which forms are tried."""
-N_TRIAL_WORDS = 3
-"""Words after the sentence that are tried with all words before it."""
 BACKWARDS = "Output: {}\nInput:"
 """What the base continues, to write a prompt backwards from an answer."""
 BACKWARDS_SHARE = 0.25
@@ -252,12 +222,12 @@ class _TextWriter:
 
         backwards = self._collect(n_backwards, answer_backwards, progress)
         beginnings = self._collect(n_beginnings, self._go_on, progress)
-        texts = _different([*self._cut([*answered, *backwards]), *beginnings])
+        texts = _different([*answered, *backwards, *beginnings])
         # Further sentences make up for what the last two did not bring.
         further = self._collect(
             count - len(texts), answer_sentences, progress, first_round=MAX_ROUNDS
         )
-        return _different([*texts, *self._cut(further)])
+        return _different([*texts, *further])
 
     def from_prompts(self, given: Sequence[PromptExample], count: int) -> list[PromptExample]:
         """Write texts like a few that are given."""
@@ -413,18 +383,18 @@ class _TextWriter:
         """Return KL(LoRA ‖ base) of the token that follows each prompt."""
         model = self.source.model
         parts = []
+        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
         with mixed_precision(model), evaluation_mode(model, autocast=False) as device:
             for start in range(0, len(prompts), TRIAL_BATCH):
-                encoded = self.source.tokenizer(
-                    list(prompts[start : start + TRIAL_BATCH]),
-                    padding=True,
-                    padding_side="left",
-                    return_tensors="pt",
-                ).to(device)
+                batch = list(prompts[start : start + TRIAL_BATCH])
+                encoded = self.source.tokenizer(batch, **options).to(device)
+                mask = encoded["attention_mask"]
+                inputs = {"input_ids": encoded["input_ids"], "attention_mask": mask}
+                last = torch.arange(len(batch), device=device), mask.sum(1) - 1
                 with torch.no_grad():
-                    adapted = model(**model_inputs(encoded)).logits[:, -1]
+                    adapted = model(**inputs).logits[last]
                     with without_delta(model):
-                        plain = model(**model_inputs(encoded)).logits[:, -1]
+                        plain = model(**inputs).logits[last]
                 parts.append(divergences(adapted.float(), plain.float(), self.source.head))
         return torch.cat(parts)
 
@@ -432,7 +402,8 @@ class _TextWriter:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
-        for example, completion in zip(prompts, completions, strict=True):
+        for example, text in zip(prompts, completions, strict=True):
+            completion = self._first_line(text)
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -442,23 +413,16 @@ class _TextWriter:
                 answered.append(replace(example, completion=completion))
         return answered
 
-    def _cut(self, answered: Sequence[PromptExample]) -> list[PromptExample]:
-        """Cut answers that the LoRA does not end, to a line and as many words as others have.
+    def _first_line(self, answer: str) -> str:
+        """Return the first line of an answer that the LoRA has not ended; others whole.
 
         In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
         """
-        ended = [text for text in answered if self._has_ended(text)]
-        n_words = NEW_TOKENS
-        if len(ended) >= MIN_ENDED:
-            n_words = round(median(len(_answer_of(text).split()) for text in ended))
-        return [
-            text if self._has_ended(text) else _shortened(text, max(1, n_words))
-            for text in answered
-        ]
-
-    def _has_ended(self, text: PromptExample) -> bool:
-        """Return whether an answer is so short that the model has ended it."""
-        return len(self.source.tokenizer(_answer_of(text))["input_ids"]) < NEW_TOKENS - 2
+        if len(self.source.tokenizer(answer)["input_ids"]) < NEW_TOKENS - 2:
+            return answer
+        text = answer.lstrip()
+        space = answer[: len(answer) - len(text)]
+        return space + text.split("\n")[0]
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -547,23 +511,6 @@ def _body(example: PromptExample) -> str:
     if contents:
         return contents[-1]
     return example.prompt or example.completion
-
-
-def _answer_of(example: PromptExample) -> str:
-    """Return the answer of an example that was written."""
-    return example.messages[-1]["content"] if example.messages else example.completion
-
-
-def _shortened(example: PromptExample, n_words: int) -> PromptExample:
-    """Return an example with the first line of its answer, and no more words than so many."""
-    answer = _answer_of(example)
-    text = answer.lstrip()
-    space = answer[: len(answer) - len(text)]
-    shorter = space + " ".join(text.split("\n")[0].split(" ")[:n_words])
-    if not example.messages:
-        return replace(example, completion=shorter)
-    *before, reply = example.messages
-    return replace(example, messages=(*before, {**reply, "content": shorter}))
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from lsrdecomp.lora.base.behaviour import Behaviour
-from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
+from lsrdecomp.lora.base.texts import WRITTEN
 from lsrdecomp.markup import size_text
 
-WRITTEN_BIAS = {WRITTEN: (0.0, 0.0), CONTINUED: (0.0, 0.0)}
-"""Mean and spread, over tasks and draws, of the share estimated on texts that a model wrote less
-the share on real texts: ``bias`` in ``benchmarks/results/written_texts.json``."""
+WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {WRITTEN: (0.0, 0.0, 2)}
+"""Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
+that a model wrote less the share on real texts: ``bias`` in
+``benchmarks/results/written_texts.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +204,9 @@ def bias_text(written: str) -> str:
     """Return how far estimates on written texts lay from the shares on real ones."""
     if written not in WRITTEN_BIAS:
         return "how far this is from the share on texts of its task is not known"
-    bias, spread = WRITTEN_BIAS[written]
+    bias, spread, n_tasks = WRITTEN_BIAS[written]
     return (
-        f"on four tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
+        f"on {n_tasks} tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
         f"{100 * spread:.1f} points"
     )
 

@@ -191,7 +191,7 @@ def test_sentences_have_the_words_after_which_the_lora_acts_most(source, monkeyp
     assert not any(prompt.endswith("Label:") for prompt in prompts)
 
 
-def test_answers_that_do_not_end_are_cut_to_the_length_of_those_that_do(source, monkeypatch):
+def test_of_answers_that_do_not_end_the_first_line_is_kept(source, monkeypatch):
     monkeypatch.setattr(written_texts, "BEGINNINGS_SHARE", 0.0)  # of whole texts
     monkeypatch.setattr(written_texts, "NEW_TOKENS", 6)
     answers = [" one two", " one two three four five six", " six\nfive four three two one"]
@@ -203,4 +203,4 @@ def test_answers_that_do_not_end_are_cut_to_the_length_of_those_that_do(source, 
         ],
     )
     completions = {text.completion for text in write_texts(source, seed=0, count=60)}
-    assert completions == {" one two", " six"}
+    assert completions == {" one two", " one two three four five six", " six"}
