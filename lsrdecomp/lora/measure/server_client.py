@@ -254,7 +254,7 @@ def _request(address: str, fields: object = None) -> Any:
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-            body = reply.read(MAX_REPLY + 1)
+            answer = reply.read(MAX_REPLY + 1)
     except urllib.error.HTTPError as error:
         text = error.read(300).decode("utf-8", "replace").strip()
         message = printable(text.partition("\n")[0])
@@ -262,9 +262,9 @@ def _request(address: str, fields: object = None) -> Any:
         raise error_type(f"{address}: status {error.code} {message}".strip()) from None
     except (urllib.error.URLError, OSError) as error:
         raise LsrError(f"{address} cannot be reached: {getattr(error, 'reason', error)}") from None
-    if len(body) > MAX_REPLY:
+    if len(answer) > MAX_REPLY:
         raise LsrError(f"{address} answers more than {MAX_REPLY:,} bytes")
     try:
-        return json.loads(body)
+        return json.loads(answer)
     except (ValueError, RecursionError):
         raise LsrError(f"{address} answers something that is not JSON") from None
