@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from lsrdecomp.lora.files.tensors import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.base.behaviour import Behaviour
