@@ -29,7 +29,7 @@ Delta = LowRank | np.ndarray[Any, np.dtype[Any]]
 """ΔW of a layer, as a pair or formed."""
 
 SAME = 0.01
-"""Relative error up to which two ΔW are the same: the factors of one in bfloat16 are 0.003 off."""
+"""Relative error up to which two ΔW are the same: more than rounding both factors to bfloat16."""
 PARALLEL = 0.98
 """Cosine from which one ΔW is a multiple of another; by hand."""
 UNLIKE, CHANCE = 0.05, 5.0
