@@ -29,7 +29,7 @@ Delta = LowRank | np.ndarray[Any, np.dtype[Any]]
 """ΔW of a layer, as a pair or formed."""
 
 SAME = 0.01
-"""Relative error up to which two ΔW are the same: the factors of one in bfloat16 are 0.003 off."""
+"""Relative error up to which two ΔW are the same: more than rounding both factors to bfloat16."""
 PARALLEL = 0.98
 """Cosine from which one ΔW is a multiple of another; by hand."""
 UNLIKE, CHANCE = 0.05, 5.0
@@ -127,15 +127,15 @@ def _compare(name: str, pair: LowRank, update: StoredUpdate | None) -> LayerDiff
         return LayerDifference(name, "missing" if size > 0.0 else "same", size, 1.0)
     try:
         other = update.read()
-    except CheckpointError as error:
-        return LayerDifference(name, "not-finite", size, resembles=error.message)
+    except CheckpointError as refusal:
+        return LayerDifference(name, "not-finite", size, resembles=refusal.message)
     if other.shape != pair.shape:
         sizes = f"{other.shape[0]} x {other.shape[1]} for {pair.shape[0]} x {pair.shape[1]}"
         is_turned = other.shape == pair.shape[::-1]
         return LayerDifference(name, "transposed" if is_turned else "size", size, resembles=sizes)
     other_size = _norm(other)
     if size == 0.0:
-        return LayerDifference(name, "same" if other_size == 0.0 else "unrelated", size)
+        return LayerDifference(name, "same" if other_size == 0.0 else "unrelated", size, other_size)
     error = _distance(pair, other) / size
     inner = _inner_product(pair, other)
     code, scale = _code(pair, other, update, (other_size, inner, error))
@@ -216,8 +216,10 @@ def _is_permuted(pair: LowRank, other: Delta) -> bool:
     """Return whether two ΔW have the same rows, or columns, in another order."""
     for by_rows in (True, False):
         first, second = (np.sort(_line_norms(delta, by_rows=by_rows)) for delta in (pair, other))
-        crossed = [_line_norms(delta, by_rows=not by_rows) for delta in (pair, other)]
-        if np.allclose(first, second, rtol=SAME) and np.allclose(*crossed, rtol=SAME):
+        if not np.allclose(first, second, rtol=SAME):
+            continue
+        lines, other_lines = (_line_norms(delta, by_rows=not by_rows) for delta in (pair, other))
+        if np.allclose(lines, other_lines, rtol=SAME):
             return True
     return False
 
@@ -229,7 +231,8 @@ def _line_norms(delta: Delta, *, by_rows: bool) -> Array:
         return lines
     left, right = (delta.left, delta.right) if by_rows else (delta.right.T, delta.left.T)
     squares = np.einsum("ir,rs,is->i", left, right @ right.T, left, optimize=True)
-    return np.sqrt(np.maximum(squares, 0.0))
+    sizes: Array = np.sqrt(np.maximum(squares, 0.0))
+    return sizes
 
 
 def _exchanged(

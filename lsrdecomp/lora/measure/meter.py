@@ -54,10 +54,11 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.measure.output_meter import Meter
 
 WHOLE = 0.99
-"""Share of the effect from which an output is whole; a LoRA rounded to int8 keeps all but 1e-5."""
+"""Share of the effect from which an output is whole; a merge in bfloat16 keeps all but 3e-5
+(``benchmarks/results/wrecks.json``)."""
 ENOUGH_ANSWERS = 0.9
-"""Share of whole answers that must be the LoRA's too: a share of the effect alone flatters. A LoRA
-rounded to four bits keeps .9999 and 56 answers of 64."""
+"""Share of whole answers that must be the LoRA's too, since a share of the effect alone flatters;
+by hand."""
 GONE = 0.05
 """Share of the effect below which nothing is left of a LoRA; by hand."""
 N_TEXTS = 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from lsrdecomp.lora.files.tensors import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.base.behaviour import Behaviour
@@ -174,7 +174,7 @@ def open_model(path: str | Path, like: Base, dtype: str) -> Base:
     path : str or Path
         A directory of transformers, quantized or not, or a GGUF file.
     like : Base
-        The base of the LoRA; its head and its way to run batches are taken.
+        The plain base; its head and its way to run batches are taken.
     dtype : str
         Precision of weights that are not quantized.
 
@@ -184,8 +184,6 @@ def open_model(path: str | Path, like: Base, dtype: str) -> Base:
         If it cannot be opened.
     """
     model_class = type(like.model)
-    if hasattr(like.model, "get_base_model"):
-        model_class = type(like.model.get_base_model())
     if not hasattr(model_class, "from_pretrained"):
         raise CheckpointError(
             f"cannot be opened: the base is a {model_class.__name__}, which has no from_pretrained",
@@ -196,7 +194,7 @@ def open_model(path: str | Path, like: Base, dtype: str) -> Base:
     if not getattr(model, "is_quantized", False):
         model = model.to(device)
     tokenizer = like.tokenizer
-    if isinstance(path, str | Path) and like.batches is None:
+    if like.batches is None:
         try:
             tokenizer = open_tokenizer(path)
         except CheckpointError:

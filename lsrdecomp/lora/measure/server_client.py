@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lsrdecomp.errors import LsrError
+from lsrdecomp.lora.files.tensors import printable
 
 Prompt = str | Sequence[int]
 Token = int | str
@@ -23,6 +24,8 @@ MAX_LOGPROBS = 20
 it is told otherwise (its --max-logprobs)."""
 FEWEST_LOGPROBS = 5
 """The most that some OpenAI servers give."""
+MAX_REPLY = 2**24
+"""Bytes of a reply that are read; a list of twenty tokens takes a few thousand."""
 TIMEOUT = 300.0
 """Seconds to wait for each reply; by hand, for a large model on a CPU."""
 
@@ -179,7 +182,9 @@ def _token(key: str) -> Token:
 
 def _llama_cpp(root: str, adapters: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
     by_number = {entry["id"]: entry for entry in adapters if _has_id(entry, int)}
-    names = {number: str(entry.get("path", number)) for number, entry in by_number.items()}
+    names = {
+        number: printable(str(entry.get("path", number))) for number, entry in by_number.items()
+    }
     number = _choose(root, names, adapter, file)
     scale = by_number[number].get("scale")
     set_scale = float(scale) if isinstance(scale, int | float) else None
@@ -212,7 +217,7 @@ def _has_id(entry: Any, type_: type) -> bool:
 
 def _choose(root: str, names: Mapping[int, str], requested: str | None, file: Path) -> int:
     """Return the number of the adapter that is meant."""
-    listing = ", ".join(f"{number} ({name})" for number, name in names.items()) or "none"
+    listing = printable(", ".join(f"{key} ({name})" for key, name in names.items())) or "none"
     if requested is not None:
         matches = []
         for number, name in names.items():
@@ -249,12 +254,17 @@ def _request(address: str, fields: object = None) -> Any:
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-            return json.load(reply)
+            answer = reply.read(MAX_REPLY + 1)
     except urllib.error.HTTPError as error:
-        message = error.read(300).decode("utf-8", "replace").strip().partition("\n")[0]
+        text = error.read(300).decode("utf-8", "replace").strip()
+        message = printable(text.partition("\n")[0])
         error_type = _NotFoundError if error.code in NOT_FOUND else _RefusedError
         raise error_type(f"{address}: status {error.code} {message}".strip()) from None
     except (urllib.error.URLError, OSError) as error:
         raise LsrError(f"{address} cannot be reached: {getattr(error, 'reason', error)}") from None
-    except ValueError:
+    if len(answer) > MAX_REPLY:
+        raise LsrError(f"{address} answers more than {MAX_REPLY:,} bytes")
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
         raise LsrError(f"{address} answers something that is not JSON") from None

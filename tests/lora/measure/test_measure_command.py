@@ -92,7 +92,7 @@ def test_a_missing_head_and_layers_of_nobody_are_faults(lora, tmp_path):
     shutil.copytree(lora, tmp_path / "larger")
     for side in "AB":
         key = next(key for key in tensors if f"lora_{side}" in key)
-        tensors[key.replace("layer.3", "layer.5")] = np.ones_like(tensors[key])
+        tensors[key.replace("layer.3", "layer.9")] = np.ones_like(tensors[key])
     save_file(tensors, tmp_path / "larger" / "adapter_model.safetensors")
     found = lsr.measure(lora, tmp_path / "larger")
     assert (found.verdict, [reason.code for reason in found.reasons]) == ("damaged", ["unknown"])
