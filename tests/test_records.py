@@ -245,7 +245,27 @@ def of_written_texts():
         for arm, bias in record("written_texts")["bias"].items()
     }
     assert found == WRITTEN_BIAS
-    yield from ()
+    rows = record("written_texts")["rows"]
+    real, none = (
+        {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == arm}
+        for arm in ("real", "none")
+    )
+    yield (
+        f"With nothing given it keeps {none['sst2']} of SST-2's LoRA, where 100 prompts keep "
+        f"{real['sst2']}, and {none['e2e']} of E2E's, where they keep {real['e2e']}"
+    )
+    (fixed,) = (row for row in rows if row["arm"] == "none, fixed forms")
+    (cut,) = (row for row in rows if row["arm"] == "none, answers cut to length")
+    yield (
+        f"In six forms that were not chosen so it kept {short(fixed['real']['kept'], 3)} of "
+        "SST-2's, and with answers cut to the length of those that end, "
+        f"{short(cut['real']['kept'], 3)}"
+    )
+    (sst2,) = (row for row in rows if (row["task"], row["arm"]) == ("sst2", "none"))
+    yield (
+        f"{short(sst2['estimate']['effect'])} nats a token on texts that it wrote, "
+        f"{short(sst2['real']['effect'])} on real ones"
+    )
 
 
 def of_calibration():
