@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli tes
 N ?= 50
 SEED ?= 0
 
-.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records gpu-plan docs lint format types check clean
+.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records gpu-plan release docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -130,6 +130,12 @@ check: lint types test test-pages
 .venv/docs: .venv/test
 	$(PIP) --editable '.[docs]'
 	touch $@
+
+# Whether this directory can be released, the wheel too, and what is left for a person; sets and uploads nothing
+release: .venv/test
+	rm -rf build/release
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/release .
+	$(BIN)/python .ci/release.py build/release/*.whl
 
 clean:
 	rm -rf .venv docs/_build docs/auto_examples docs/api/generated demo-output build dist .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ PACKAGE = Path(lsrdecomp.__file__).parent
 
 GROUND = (
     ("errors", "markup", "threads", "_ordering"),
-    ("arrays", "fields"),
+    ("arrays", "fields", "gateway"),
     ("precision",),
 )
 NUMBERS = (

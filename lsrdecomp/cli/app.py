@@ -9,8 +9,10 @@ import typer
 from lsrdecomp.cli import commands
 from lsrdecomp.cli.help import Command, epilog
 from lsrdecomp.cli.outputs import checked
+from lsrdecomp.cli.program import Verbs
 
 app = typer.Typer(
+    cls=Verbs,
     name="lsrdecomp",
     help="Compress LoRA adapters to short sums of Kronecker products, and see what that costs.",
     no_args_is_help=True,

@@ -91,7 +91,13 @@ def calibrate(
         from lsrdecomp.lora.base.text_profile import TextProfile
         from lsrdecomp.lora.files import Journal
     with tables.quiet():
-        base_model = load_base(base, adapter, device=device, dtype=settings.dtype)
+        base_model = load_base(
+            base,
+            adapter,
+            device=device,
+            dtype=settings.dtype,
+            trust_remote_code=settings.trust_remote_code,
+        )
     # Texts that the model writes wait in a journal of their own until the statistics are written.
     texts_journal = Journal.beside(out.with_name(f"{out.name}.texts"))
     with texts_journal, follow(quiet=quiet) as show:

@@ -15,7 +15,7 @@ from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import Adapter, Storage
 from lsrdecomp.cli.outputs import NEW_FILE, Input
-from lsrdecomp.cli.program import program
+from lsrdecomp.cli.program import program, typed_line
 from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.recommendations import (
     next_command,
@@ -349,8 +349,10 @@ def _write(
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
-        line = result.command_line(adapter, directory, program=program())
-        tables.show(json, f"\nTo repeat it:\n  {line} --force")
+        line = typed_line("compress")
+        if line is None:  # another verb compressed
+            line = f"{result.command_line(adapter, directory, program=program())} --force"
+        tables.show(json, f"\nTo repeat it:\n  {line}")
     for note in result.notes:
         tables.say(f"WARNING: {note}")
     warn_if_unusable(result, directory)

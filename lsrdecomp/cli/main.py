@@ -28,10 +28,11 @@ def run() -> None:
         app(prog_name="lsrdecomp")
     except (LsrError, OSError) as error:
         from lsrdecomp.cli.help import flags
+        from lsrdecomp.gateway import printable
 
         message = ". ".join([str(error), *_notes(error)])
         line = flags(" ".join(message.split()))
-        print(f"lsrdecomp: {line or type(error).__name__}", file=sys.stderr)
+        print(f"lsrdecomp: {printable(line) or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
     except MemoryError:
         print("lsrdecomp: not enough memory for a layer of this size", file=sys.stderr)

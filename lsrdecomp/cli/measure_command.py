@@ -24,7 +24,15 @@ from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 if TYPE_CHECKING:
     from lsrdecomp.lora.measure import Comparison, Reason
 
-SETTINGS = ("batch", "max_length", "truncate", "dtype", "device", "seed")
+SETTINGS = (
+    "batch",
+    "max_length",
+    "truncate",
+    "dtype",
+    "device",
+    "seed",
+    "trust_remote_code",
+)
 """Fields of `EvaluatorSettings` that are options."""
 
 

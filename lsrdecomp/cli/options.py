@@ -11,6 +11,7 @@ import typer
 
 from lsrdecomp.cli.outputs import NEW_FILE
 from lsrdecomp.fields import SettingsError
+from lsrdecomp.gateway import TOML_BYTES, printable
 from lsrdecomp.lora.search.plan import STORAGE_NAMES
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -24,6 +25,8 @@ def assignment(text: str, hint: str) -> tuple[str, Any]:
         raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint=hint)
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except RecursionError:
+        raise typer.BadParameter("the value is nested too deeply", param_hint=hint) from None
     except tomllib.TOMLDecodeError:
         if "," not in value:
             return name.strip(), value
@@ -40,11 +43,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         If it is not TOML, or not UTF-8, or nested too deeply.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(TOML_BYTES + 1)
+        if len(content) > TOML_BYTES:
+            raise SettingsError(f"{path}: more than {TOML_BYTES:,} bytes of TOML are not read")
+        return tomllib.loads(content.decode("utf-8").replace("\r\n", "\n"))
     except RecursionError:
         raise SettingsError(f"{path}: the TOML is nested too deeply") from None
+    except SettingsError:
+        raise
     except ValueError as error:
-        raise SettingsError(f"{path}: {error}") from error
+        raise SettingsError(f"{path}: {printable(str(error)[:200])}") from error
 
 
 def memory_size(text: str) -> int:

@@ -6,6 +6,9 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
+
+from typer.core import TyperGroup
 
 NAME = "lsrdecomp"
 """Name of the console command and of the package."""
@@ -27,6 +30,25 @@ def program() -> str:
     if found is not None and started.exists() and Path(found).samefile(started):
         return NAME
     return shlex.quote(sys.argv[0])
+
+
+class Verbs(TyperGroup):
+    """The verbs, which remember the line that was typed."""
+
+    typed: ClassVar[tuple[str, ...]] = ()
+    """The words of the last line, without the program's name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the line before they are read."""
+        Verbs.typed = tuple(args)
+        return super().parse_args(ctx, args)
+
+
+def typed_line(verb: str) -> str | None:
+    """Return the line of a verb as it was typed; None where another verb, or none, was."""
+    if Verbs.typed[:1] != (verb,):
+        return None
+    return f"{program()} {shlex.join(Verbs.typed)}"
 
 
 def _interpreter() -> str:

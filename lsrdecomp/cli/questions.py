@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.files.progress import OnStep
     from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
-SETTINGS = ("max_length", "truncate", "dtype")
+SETTINGS = ("max_length", "truncate", "dtype", "trust_remote_code")
 """Fields of `EvaluatorSettings` that are options of each verb that asks questions."""
 
 

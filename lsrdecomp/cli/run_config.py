@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,9 +117,10 @@ def _resolved(
     found = {}
     for name in ("base", *PATHS):
         if name in settings and name in resolved:
-            location = _validated(path, name, resolved[name])
-            if Path(location).is_absolute() and Path(location).exists():
-                found[name] = location
+            # A record in a directory has paths that start from there.
+            location = path.absolute().parent / _validated(path, name, resolved[name])
+            if location.exists():
+                found[name] = os.path.normpath(location)
     return found
 
 

@@ -10,6 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from lsrdecomp.gateway import printable
+
 T = TypeVar("T")
 
 
@@ -54,7 +56,7 @@ class Sheet:
         """Return a table with a row for each item, by the function of each column."""
 
         def row(item: T) -> list[str]:
-            return [cell(item) for cell in cells.values()]
+            return [printable(cell(item)) for cell in cells.values()]
 
         return cls(tuple(cells), [row(item) for item in items], total)
 

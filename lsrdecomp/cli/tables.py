@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lsrdecomp import lora
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
+from lsrdecomp.gateway import printable
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 
 if TYPE_CHECKING:
@@ -51,14 +52,14 @@ def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
         if not isinstance(part, str):
             output.print(part)
             continue
-        for line in part.split("\n"):
+        for line in map(printable, part.split("\n")):
             is_whole = line.startswith("  ") or not is_terminal
             output.print(line, soft_wrap=is_whole)
 
 
 def say(message: str) -> None:
     """Print a line on stderr, in the words of the program."""
-    print(f"lsrdecomp: {message}", file=sys.stderr)
+    print(f"lsrdecomp: {printable(message)}", file=sys.stderr)
 
 
 def few(names: Sequence[str]) -> str:

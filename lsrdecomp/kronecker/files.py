@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, dtype_name, to_numpy
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.gateway import first_line, read_json_text
 from lsrdecomp.kronecker.normalization import check_weights
 from lsrdecomp.kronecker.rearrange import factor_shape
 
@@ -65,16 +66,15 @@ def write_terms(
     if figures is not None:
         metadata["figures"] = json.dumps(dict(figures), sort_keys=True)
     data = save({name: _as_real(array) for name, array in tensors.items()}, metadata)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:  # with the rights that the umask leaves
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
+        partial.replace(path)
     except BaseException as error:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
         raise
@@ -90,7 +90,7 @@ def read_terms(path: Path) -> tuple[Array, tuple[Array, ...]]:
     """
     metadata, tensors = _read(path)
     try:
-        shape = json.loads(metadata["kronecker_shape"])
+        shape = read_json_text(metadata["kronecker_shape"])
         factor_names = [f"factors.{i}" for i in range(len(shape))]
         names = ["weights", *factor_names]
         if set(names) != set(tensors):
@@ -107,7 +107,8 @@ def read_terms(path: Path) -> tuple[Array, tuple[Array, ...]]:
                 f"its tensors are {pairs}, its header says {shape} of {metadata['dtype']}"
             )
     except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
-        raise CheckpointError(f"not a whole {FILE_KIND}: {error}", path=path) from error
+        reason = first_line(error)
+        raise CheckpointError(f"not a whole {FILE_KIND}: {reason}", path=path) from error
     return weights, tuple(factors)
 
 
@@ -130,8 +131,7 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
 
     Examples
     --------
-    >>> import tempfile
-    >>> import numpy as np
+    >>>     >>> import numpy as np
     >>> from lsrdecomp import SeparatedMatrix
     >>> matrix = SeparatedMatrix.from_factors([np.eye(2)[None]])
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -141,10 +141,12 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
     """
     metadata, _ = _read(Path(path))
     try:
-        provenance = json.loads(metadata["provenance"])
+        provenance = read_json_text(metadata["provenance"])
         return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
+        raise CheckpointError(
+            f"its provenance cannot be read: {first_line(error)}", path=path
+        ) from error
 
 
 def has_figures(path: Path) -> bool:
@@ -168,9 +170,11 @@ def read_figures(path: Path) -> dict[str, Any]:
             path=path,
         )
     try:
-        return dict(json.loads(metadata["figures"]))
+        return dict(read_json_text(metadata["figures"]))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"its figures cannot be read: {error}", path=path) from error
+        raise CheckpointError(
+            f"its figures cannot be read: {first_line(error)}", path=path
+        ) from error
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -185,12 +189,13 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             metadata = file.metadata() or {}
             kind = metadata.get("kind")
             if kind != FILE_KIND:
-                raise CheckpointError(f"holds no {FILE_KIND}; it says kind {kind!r}", path=path)
+                raise CheckpointError(
+                    f"holds no {FILE_KIND}; it says kind {str(kind)[:80]!a}", path=path
+                )
             names = file.keys()
             return metadata, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"not a safetensors file: {reason}", path=path) from error
+        raise CheckpointError(f"not a safetensors file: {first_line(error)}", path=path) from error
 
 
 def _check_place(path: Path, overwrite: bool) -> None:

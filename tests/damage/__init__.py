@@ -13,6 +13,7 @@ contents of the faults, and mutations of all these (`mutated`). A reader may ans
 from damage import adapter_readers as adapter_readers
 from damage import configs as configs
 from damage import formats as formats
+from damage import gateway_kinds as gateway_kinds
 from damage import headers as headers
 from damage import layers as layers
 from damage import other_readers as other_readers

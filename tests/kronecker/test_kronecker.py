@@ -56,6 +56,15 @@ def test_a_kronecker_product_rearranges_to_an_outer_product_of_vectors(shape, da
     )
 
 
+@given(kronecker_shapes(order=3), st.data())
+def test_three_factors_are_blocks_of_blocks(shape, data):
+    a, b, c = (data.draw(matrices(pair, scale=1.0)) for pair in shape.factors)
+    (_, _), (rows, columns), (m, n) = shape.factors
+    i, j, p, q = (data.draw(st.integers(0, size - 1)) for size in (*a.shape, *b.shape))
+    block = kron(a, b, c)[i * rows * m :, j * columns * n :]
+    assert_close(block[p * m : (p + 1) * m, q * n : (q + 1) * n], a[i, j] * b[p, q] * c)
+
+
 @given(TWO, TWO, st.data())
 def test_mixed_product(left, right, data):
     a, b = (data.draw(matrices(pair, scale=1.0)) for pair in left.factors)

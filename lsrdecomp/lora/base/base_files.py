@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from lsrdecomp.errors import CheckpointError, LsrError, needs, way_to_install
+from lsrdecomp.gateway import open_pretrained
 from lsrdecomp.lora.files.tensors import first_line
 from lsrdecomp.lora.files.writing import new_directory
 
@@ -201,7 +202,7 @@ def model_name(base: object) -> str:
     return str(getattr(base, "name", type(base).__name__))
 
 
-def open_tokenizer(base: str | Path) -> Any:
+def open_tokenizer(base: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a base, with a padding token.
 
     Raises
@@ -212,7 +213,11 @@ def open_tokenizer(base: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(reachable_base(base))
+        tokenizer = open_pretrained(
+            AutoTokenizer, reachable_base(base), trust_remote_code=trust_remote_code
+        )
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"no tokenizer could be opened: {first_line(error)} "
@@ -291,10 +296,13 @@ def _convert(file: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # 1. transformers reads the numbers as float32, whatever bits the file has.
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source = str(file.parent)
+    options: dict[str, Any] = {"gguf_file": file.name}
     try:
-        dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        dequantized = open_pretrained(AutoModelForCausalLM, source, dtype=torch.float32, **options)
+        tokenizer = open_pretrained(AutoTokenizer, source, **options)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
     # 2. Copy them into a model of the same sizes whose config has no trace of GGUF, so that the

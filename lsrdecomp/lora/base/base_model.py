@@ -27,6 +27,7 @@ from transformers import (
 
 import lsrdecomp.lora.peft  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.errors import CalibrationError, CheckpointError
+from lsrdecomp.gateway import open_pretrained
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
 from lsrdecomp.lora.base.batch_rows import call_with, join_rows
 from lsrdecomp.lora.base.dataset import DataError
@@ -156,7 +157,12 @@ class Base:
 
 
 def open_text_base(
-    base: str | Path, adapter: str | Path, *, dtype: torch.dtype, device: str
+    base: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    trust_remote_code: bool = False,
 ) -> Base:
     """Open a model of texts, with the kind of head that ``adapter`` was trained for.
 
@@ -169,9 +175,9 @@ def open_text_base(
     task_type = adapter_task(Path(adapter))
     loader, head = LOADERS[task_type]
     # 2. A classifier gets as many classes as the adapter brings, if it brings a head.
-    options = {}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if head not in (Head.causal_lm, Head.seq2seq):
-        options = head_options(adapter)
+        options |= head_options(adapter)
     model, tokenizer = load_model(loader, base, dtype=dtype, **options)
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.numbers  # one class is a score
@@ -269,7 +275,9 @@ def n_saved_classes(adapter: str | Path) -> int | None:
     return None
 
 
-def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]:
+def load_model(
+    loader: Any, base: str | Path, *, trust_remote_code: bool = False, **options: Any
+) -> tuple[Any, Any]:
     """Open a base and its tokenizer; both know the padding token that batches need.
 
     Parameters
@@ -278,6 +286,8 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
         The class of transformers that reads the base.
     base : str or path
         As `load_base` takes it.
+    trust_remote_code : bool
+        Whether program code that the base brings may run.
     **options
         Arguments of the loader.
 
@@ -288,10 +298,12 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
     """
     directory = reachable_base(base)
     try:
-        model = loader.from_pretrained(directory, **options)
+        model = open_pretrained(loader, directory, trust_remote_code=trust_remote_code, **options)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
-    tokenizer = open_tokenizer(base)
+    tokenizer = open_tokenizer(base, trust_remote_code=trust_remote_code)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer

@@ -15,7 +15,6 @@ Any of these may have ``references`` beside it, a list of other right completion
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from lsrdecomp.errors import LsrError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.file_checks import read_text_lines, regular_file_size
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _table_rows(
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json_text(text)
     except ValueError as error:
         message = f"{where}: not JSON ({error}); each example must be a JSON object"
         raise DataError(message) from None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.errors import CheckpointError, needs
+from lsrdecomp.gateway import library_class, open_pretrained
 from lsrdecomp.lora.base.base_model import Base
 from lsrdecomp.lora.base.batch_rows import join_rows, map_tensors, n_rows, split_rows
 from lsrdecomp.lora.base.dataset import DataError
@@ -56,7 +57,9 @@ class _DiffusionParts(nn.ModuleDict):
     """The parts of a pipeline that a LoRA may adapt, the UNet or transformer among them."""
 
 
-def open_diffusion(base: str | Path, *, dtype: torch.dtype, device: str) -> Base:
+def open_diffusion(
+    base: str | Path, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Base:
     """Open a pipeline of diffusers, or its UNet or transformer alone.
 
     Parameters
@@ -65,6 +68,8 @@ def open_diffusion(base: str | Path, *, dtype: torch.dtype, device: str) -> Base
         A directory with a ``model_index.json``, or with the config of one model.
     dtype, device
         Precision and device.
+    trust_remote_code : bool
+        Whether program code that a pipeline brings may run.
 
     Raises
     ------
@@ -80,13 +85,20 @@ def open_diffusion(base: str | Path, *, dtype: torch.dtype, device: str) -> Base
     try:
         if not (directory / PIPELINE_INDEX).is_file():
             class_name = read_json(directory / "config.json")["_class_name"]
-            loader = getattr(diffusers, class_name)
+            loader = library_class(diffusers, class_name, diffusers.ModelMixin)
             denoiser = loader.from_pretrained(directory, **options).to(device).eval()
             name = DENOISERS[0] if class_name.startswith("UNet") else DENOISERS[1]
             parts = _DiffusionParts({name: denoiser})
             batches = partial(_random_batches, name)
             return _base_of(base, parts, name, batches, partial(_module_names, None, parts, name))
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(directory, **options)
+        pipeline = open_pretrained(
+            diffusers.DiffusionPipeline,
+            directory,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    except CheckpointError:
+        raise
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"diffusers opens no model: {first_line(error)}", path=base

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.errors import CalibrationError, UnsupportedError
 from lsrdecomp.lora.files import open_checkpoint, write_lora
+from lsrdecomp.lora.files.adapter_config import check_directory_patterns
 from lsrdecomp.lora.files.records import KroneckerLayer, LoraLayer
 from lsrdecomp.lora.files.stacked_experts import PARAMETER_ORDER
 from lsrdecomp.lora.peft.kernels import expand
@@ -123,6 +124,7 @@ def attach_adapter(model: nn.Module, adapter: str | Path) -> PeftModel:
         For a base whose experts compute something else than `LinearExperts` does, and for a layer
         that the base lacks.
     """
+    check_directory_patterns(adapter)
     # 1. Where the base has no stacked experts, or the adapter no layers in them, leave it to PEFT.
     stacks = _stacked_expert_modules(model)
     source = _open_supported(adapter) if stacks else None

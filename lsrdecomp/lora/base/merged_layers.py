@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError, UnsupportedLayerError
+from lsrdecomp.gateway import MAX_NUMBERS, open_pretrained
 from lsrdecomp.lora.base.base_files import reachable_base
 from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta
 from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.files.adapter_config import Config, check_carried
 from lsrdecomp.lora.files.format import PREFIX, make_checkpoint, open_bundle
-from lsrdecomp.lora.files.read_limits import MAX_NUMBERS
 from lsrdecomp.lora.files.readers.peft_methods import SIZE_METHODS, layer_shapes
 from lsrdecomp.lora.files.records import NOT_READ, LoraLayer
 from lsrdecomp.lora.files.tensors import TensorWriter, first_line, read_header
@@ -232,8 +232,10 @@ def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, i
     loader: Any = LOADERS[adapter_task(directory)][0]
     try:
         with torch.device("meta"):
-            model = loader.from_config(AutoConfig.from_pretrained(found))
+            model = loader.from_config(open_pretrained(AutoConfig, found))
         config = PeftConfig.from_pretrained(str(directory))
+    except CheckpointError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
     if not getattr(config, "target_modules", None):

@@ -7,7 +7,7 @@ texts (`base_model.open_text_base`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,12 @@ DTYPES = ("float32", "bfloat16")
 
 
 def load_base(
-    base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu"
+    base: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> Base:
     """Open a base with an adapter on it.
 
@@ -39,13 +44,18 @@ def load_base(
         A PEFT directory: LoRA, LSR or any other kind PEFT opens.
     dtype, device : str
         Precision and device of the base.
+    trust_remote_code : bool
+        Whether program code that the base brings may run; without, such a base is refused.
 
     Raises
     ------
     CheckpointError
         If the adapter's head does not fit, or its task type is none of `LOADERS`.
     """
-    return open_base(base, adapter, dtype=dtype, device=device).with_adapter(adapter)
+    plain = open_base(
+        base, adapter, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    return plain.with_adapter(adapter)
 
 
 def load_pair(
@@ -55,6 +65,7 @@ def load_pair(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> tuple[Base, Base]:
     """Open the same base twice, once with each adapter; its large weights are held once.
 
@@ -66,6 +77,8 @@ def load_pair(
         PEFT directories of one task type, of any kinds PEFT opens.
     dtype, device : str
         Precision and device of the base.
+    trust_remote_code : bool
+        Whether program code that the base brings may run; without, such a base is refused.
 
     Raises
     ------
@@ -81,7 +94,7 @@ def load_pair(
             f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
             f"{compressed}; their outputs cannot be compared"
         )
-    plain = open_base(base, source, dtype=dtype, device=device)
+    plain = open_base(base, source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     return plain.with_adapter(source), plain.with_adapter(compressed)
 
 
@@ -91,6 +104,7 @@ def open_base(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> Base:
     """Open the plain base, with the kind of head that ``adapter`` was trained for.
 
@@ -102,10 +116,14 @@ def open_base(
         return own_base(base.to(device))
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
-    precision = getattr(torch, dtype)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     if is_diffusers(base):
-        return open_diffusion(base, dtype=precision, device=device)
-    other = open_other(base, adapter, dtype=precision, device=device)
+        return open_diffusion(base, **options)
+    other = open_other(base, adapter, **options)
     if other is not None:
         return other
-    return open_text_base(base, adapter, dtype=precision, device=device)
+    return open_text_base(base, adapter, **options)

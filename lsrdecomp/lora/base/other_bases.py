@@ -6,6 +6,7 @@ images for a classifier, sounds for a model such as Whisper, texts for an encode
 
 from __future__ import annotations
 
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import open_pretrained
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
 from lsrdecomp.lora.base.base_model import LOADERS, Base, head_options
 from lsrdecomp.lora.base.dataset import DataError
@@ -53,7 +55,12 @@ POOLING = Path("1_Pooling") / "config.json"
 
 
 def open_other(
-    base: str | Path, adapter: str | Path, *, dtype: torch.dtype, device: str
+    base: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    trust_remote_code: bool = False,
 ) -> Base | None:
     """Open a base that runs on images or sounds, or whose outputs are embeddings.
 
@@ -74,18 +81,18 @@ def open_other(
     if not config_file.is_file():
         return None
     directory = reachable_base(base)
-    config = _load(AutoConfig, directory)
+    open_part = partial(_load, directory=directory, trust_remote_code=trust_remote_code)
+    config = open_part(AutoConfig)
     model_type = config.model_type
     options: dict[str, Any] = {"dtype": dtype}
     if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        model = _load(AutoModelForSpeechSeq2Seq, directory, **options)
-        reader = _SoundReader(directory)
+        model = open_part(AutoModelForSpeechSeq2Seq, **options)
+        reader = _SoundReader(open_part(AutoFeatureExtractor))
         return Base(str(base), model.to(device), reader, Head.seq2seq, batches=_sound_batches)
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         options |= head_options(adapter)
-        options["ignore_mismatched_sizes"] = True
-        model = _load(AutoModelForImageClassification, directory, **options)
-        processor = _load(AutoImageProcessor, directory)
+        model = open_part(AutoModelForImageClassification, ignore_mismatched_sizes=True, **options)
+        processor = open_part(AutoImageProcessor)
         return Base(
             str(base), model.to(device), processor, Head.classification, batches=_image_batches
         )
@@ -93,8 +100,8 @@ def open_other(
     is_plain = set(config.architectures or ()) <= set(MODEL_MAPPING_NAMES.values())
     if task_type in LOADERS or (task_type != EMBEDDING_TASK and not is_plain):
         return None
-    model = _load(AutoModel, directory, **options).to(device)
-    tokenizer = open_tokenizer(base)
+    model = open_part(AutoModel, **options).to(device)
+    tokenizer = open_tokenizer(base, trust_remote_code=trust_remote_code)
     model.pools_first_token = _pools_first_token(Path(directory))
     return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
 
@@ -102,7 +109,9 @@ def open_other(
 def _load(loader: Any, directory: str, **options: Any) -> Any:
     """Return what a class of transformers reads; `CheckpointError` if it cannot."""
     try:
-        return loader.from_pretrained(directory, **options)
+        return open_pretrained(loader, directory, **options)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         text = f"no base could be opened: {first_line(error)}"
         raise CheckpointError(text, path=directory) from error
@@ -176,8 +185,8 @@ def _files(items: Sequence[Item], what: str) -> list[Path]:
 class _SoundReader:
     """Reads WAV files as the inputs of a model of sounds."""
 
-    def __init__(self, directory: str) -> None:
-        self.extractor = _load(AutoFeatureExtractor, directory)
+    def __init__(self, extractor: Any) -> None:
+        self.extractor = extractor
 
     def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """Return the inputs for some files."""

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lsrdecomp.gateway import TemplateError, check_template, limited_template
 from lsrdecomp.lora.base.dataset import DataError, PromptExample
+from lsrdecomp.lora.files.tensors import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -153,10 +155,8 @@ def _chat_segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bo
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        with_prompt = tokenizer.apply_chat_template(
-            messages[:i], tokenize=False, add_generation_prompt=True
-        )
-        with_completion = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        with_prompt = _chat_text(tokenizer, messages[:i], add_generation_prompt=True)
+        with_completion = _chat_text(tokenizer, messages[: i + 1])
         if not (with_prompt.startswith(text) and with_completion.startswith(with_prompt)):
             raise DataError(
                 f"{example.where}: the chat template rewrites what came before message {i + 1}, so "
@@ -167,6 +167,24 @@ def _chat_segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bo
         pieces.append((with_completion[len(with_prompt) :], True))
         text = with_completion
     return pieces
+
+
+def _chat_text(tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool = False) -> str:
+    """Return a conversation as the tokenizer's chat template writes it, within its limits."""
+    from jinja2 import TemplateError as JinjaError
+
+    try:
+        template = tokenizer.get_chat_template()
+        check_template(template)
+        with limited_template():
+            text: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+    except (TemplateError, JinjaError, TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(
+            f'{first_line(error)}; give "prompt" and "completion" instead of "messages"'
+        ) from error
+    return text
 
 
 def prompt_text(example: PromptExample, tokenizer: Any) -> str:

@@ -138,7 +138,7 @@ def publish(
         # 2. Write the record and a line on the card.
         record = dict(report)
         record["promise"] = fidelity.to_json()
-        (unfinished / REPORT).write_text(report_text(record), encoding="utf-8")
+        (unfinished / REPORT).write_text(report_text(record, directory=out), encoding="utf-8")
         card = unfinished / CARD
         text = card.read_text(encoding="utf-8") if card.is_file() else ""
         card.write_text(

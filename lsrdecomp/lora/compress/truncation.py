@@ -11,7 +11,6 @@ and what is kept is measured.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ import numpy as np
 
 from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files import Checkpoint, open_checkpoint, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
 from lsrdecomp.lora.files.tensors import DTYPES, Array, read_header
@@ -233,7 +233,7 @@ class Truncation:
         if out.suffix == ".gguf":  # whose header has no record: it is measured
             return verify(self.source, open_checkpoint(out)).relative_error
         weights = open_checkpoint(out).weights if out.is_dir() else out
-        record = json.loads(read_header(weights).metadata["lsrdecomp"])
+        record = read_json_text(read_header(weights).metadata["lsrdecomp"])
         return float(record["recorded"]["total"])
 
     @property

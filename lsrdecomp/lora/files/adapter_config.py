@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import (
+    MAX_INTEGER,
+    PATTERN_CHARACTERS,
+    PATTERN_CHOICES,
+    PATTERN_REPEATS,
+    WILDCARD_PATTERNS,
+)
+from lsrdecomp.lora.files.file_checks import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
 
     from lsrdecomp.lora.files.records import Checkpoint
 
-MAX_INTEGER = 2**31 - 1
-"""The largest rank, or other integer, of adapter_config.json."""
-PATTERN_CHARACTERS = 1024
-"""Characters of a pattern of module names. This and the next three bound matching."""
-PATTERN_REPEATS = 3
-"""Repeats (``*``, ``+`` or ``{``) in one pattern."""
-PATTERN_CHOICES = 16
-"""Choices (``|`` or ``?``) in one pattern."""
-WILDCARD_PATTERNS = 64
-"""Patterns with wildcards in one field of a config."""
 FIELD_CHARACTERS = PATTERN_CHARACTERS * WILDCARD_PATTERNS
-"""Characters of all of them together."""
+"""Characters of all patterns with wildcards in one field of a config."""
 LITERAL = r"(?:\\\W|[^\\()\[\]{}*+?|^$])*"
 """Text without a choice, in which a dot may stand for any character."""
 ALTERNATIVES = re.compile(
@@ -205,27 +203,54 @@ def module_suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def check_pattern(key: str, field: str, path: Path) -> None:
+def check_pattern(key: str, field: str, path: Path, *, max_repeats: int = PATTERN_REPEATS) -> None:
     """Refuse a pattern that could keep a matcher busy for years, or is none."""
     if len(key) <= FIELD_CHARACTERS and ALTERNATIVES.fullmatch(key):
         _compile_or_refuse(key, key, field, path)
         return
     # A backtracking matcher is slow on repeats inside repeats, and on many in a row.
     bare = re.sub(r"\\.|\[[^\]]*\]", "x", key)
-    repeats = len(re.findall(r"[*+{]", bare))
-    choices = len(re.findall(r"[|?]", bare))
+    repeats, ways = _matching_cost(bare)
     repeated_group = re.search(r"\)[*+{]", bare)
     if (
         repeated_group
         or len(key) > PATTERN_CHARACTERS
-        or repeats > PATTERN_REPEATS
-        or choices > PATTERN_CHOICES
+        or repeats > max_repeats
+        or ways > 2**PATTERN_CHOICES
     ):
         raise CheckpointError(
             f"{field}: the pattern {_short(key)} has too many choices to be matched safely",
             path=path,
         )
     _compile_or_refuse(key, key, field, path)
+
+
+def _matching_cost(pattern: str) -> tuple[int, int]:
+    """Return the most repeats in a row, and in how many ways the rest may be matched.
+
+    Alternatives are tried one after another, what stands in a row in every combination.
+    """
+    # Of each open group: of its alternatives so far the most repeats and the sum of ways, and
+    # repeats and ways of the one that is being read.
+    groups = [[0, 0, 0, 1]]
+    before = ""
+    for letter in f"{pattern})":
+        group = groups[-1]
+        if letter == "(":
+            groups.append([0, 0, 0, 1])
+        elif letter in "|)":
+            most, total, repeats, ways = group
+            group[:] = [max(most, repeats), total + ways, 0, 1]
+            if letter == ")" and len(groups) > 1:
+                groups.pop()
+                groups[-1][2] += group[0]
+                groups[-1][3] *= group[1]
+        elif letter in "*+{":
+            group[2] += 1
+        elif letter == "?" and before not in "(*+}":
+            group[3] *= 2
+        before = letter
+    return groups[0][0], groups[0][1]
 
 
 def _compile(key: str, field: str, path: Path) -> re.Pattern[str]:
@@ -243,6 +268,18 @@ def _compile_or_refuse(pattern: str, key: str, field: str, path: Path) -> re.Pat
 
 
 # -- fields that are written again -----------------------------------------------------------------
+
+
+def check_directory_patterns(directory: str | Path) -> None:
+    """Refuse an adapter's directory whose patterns PEFT could not match safely.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    path = Path(directory) / "adapter_config.json"
+    if path.is_file():
+        check_module_patterns(read_json(path), path)
 
 
 def _is_integer(value: Any) -> bool:
@@ -303,6 +340,29 @@ def check_carried(config: Config) -> None:
             continue
         if not any(test(value) for test in tests):
             raise config.error(field, expected)
+    check_module_patterns(config.raw, config.path)
+
+
+def check_module_patterns(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse patterns of a config, by which PEFT finds modules, that cannot be matched safely.
+
+    PEFT reads a text as a pattern, and a list as names; of ``layers_pattern`` both are patterns.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(field)
+        is_prefixed = field == "layers_pattern"  # with a repeat of PEFT's own
+        texts = value if is_prefixed and isinstance(value, list) else [value]
+        max_repeats = PATTERN_REPEATS if is_prefixed else PATTERN_REPEATS + 1
+        for text in texts:
+            if isinstance(text, str):
+                check_pattern(text, field, path, max_repeats=max_repeats)
+    for field in ("rank_pattern", "alpha_pattern"):
+        keys = config.get(field)
+        Patterns(keys if isinstance(keys, dict) else {}, field, path)
 
 
 HEADS = ("classifier", "score")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError, LsrError, way_to_install
+from lsrdecomp.gateway import library_class, open_pretrained
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.layer_names import COMPONENTS
 from lsrdecomp.lora.files.tensors import first_line, read_header
@@ -228,7 +229,7 @@ def _built_modules(config: Path) -> Iterator[tuple[str, Shape]]:
             if "_class_name" in fields:
                 import diffusers
 
-                model_class = getattr(diffusers, str(fields["_class_name"]))
+                model_class = library_class(diffusers, fields["_class_name"], diffusers.ModelMixin)
                 model = model_class.from_config(fields)
             else:
                 model = _transformers_model(config, fields)
@@ -237,6 +238,8 @@ def _built_modules(config: Path) -> Iterator[tuple[str, Shape]]:
             f"{config}: of a config alone names come from the model it describes; without "
             f"{error.name}: {way_to_install('peft')}, or name a base with weights"
         ) from error
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(
             f"no model can be built from it: {first_line(error)}", path=config
@@ -252,9 +255,10 @@ def _transformers_model(config: Path, fields: dict[str, Any]) -> Any:
     import transformers
 
     place = config.parent if config.name == "config.json" else config
-    settings = transformers.AutoConfig.from_pretrained(str(place))
+    settings = open_pretrained(transformers.AutoConfig, str(place))
     architecture = next(iter(fields.get("architectures") or ()), None)
     if isinstance(architecture, str) and hasattr(transformers, architecture):
-        return getattr(transformers, architecture)(settings)
+        model_class = library_class(transformers, architecture, transformers.PreTrainedModel)
+        return model_class(settings)
     bare: Any = transformers.AutoModel
     return bare.from_config(settings)

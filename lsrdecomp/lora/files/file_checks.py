@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 import time
 from dataclasses import dataclass
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.lora.files.read_limits import STORED_TEXT_BYTES
+from lsrdecomp.gateway import STORED_TEXT_BYTES, SUMS_BYTES, printable, read_json_text
 
 GIT_LFS_START = b"version https://git-lfs"
-SUMS_BYTES = 2**20
-"""Bytes of SHA256SUMS that are read."""
 SUMS = "SHA256SUMS"
 """File of digests in every directory that is written here; ``sha256sum -c`` reads it."""
 EXAMPLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -133,15 +130,13 @@ def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]
     """
     encoding = "utf-8-sig" if what == "file" else "utf-8"
     try:
-        value = json.loads(
+        value = read_json_text(
             text.decode(encoding),
             object_pairs_hook=_refuse_repeated_keys,
             parse_constant=_refuse_constant,
         )
-    except RecursionError:
-        raise CheckpointError(f"the {what}'s JSON is nested too deeply", path=path) from None
     except ValueError as error:
-        reason = str(error).partition(";")[0][:200]
+        reason = printable(str(error).partition(";")[0][:200])
         raise CheckpointError(f"the {what} is not JSON: {reason}", path=path) from None
     if not isinstance(value, dict):
         found = type(value).__name__

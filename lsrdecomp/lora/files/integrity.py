@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.digests import ContentDigests, changed_fields, field_digests
 from lsrdecomp.lora.files.file_checks import (
     SUMS,
@@ -119,8 +119,8 @@ def check_integrity(adapter: Checkpoint) -> Integrity:
         changed.append(weights.name)
     # 4. What the config's record on the card says of its fields.
     fields: tuple[str, ...] = ()
-    if CONFIG in changed and config is not None and isinstance(record.get("config"), dict):
-        fields = tuple(changed_fields(config, record["config"]))
+    if CONFIG in changed and config is not None and isinstance(record.get("config_digests"), dict):
+        fields = tuple(changed_fields(config, record["config_digests"]))
     # 5. What should be there, and what should not.
     has_digests = by_sums == () or recorded_sha256 is not None or in_header is not None
     foreign: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ def record_again(adapter: Checkpoint) -> None:
         metadata = dict(read_header(weights).metadata)
         if KEY in metadata:
             metadata[KEY] = record_text(
-                json.loads(metadata[KEY]) | {"sha256": data_sha256(weights)}
+                read_json_text(metadata[KEY]) | {"sha256": data_sha256(weights)}
             )
         with new_file(weights, force=True) as part:
             copy_with_digests(weights, part, metadata, config, sealed=is_sealed(adapter))
@@ -192,7 +192,7 @@ def record_again(adapter: Checkpoint) -> None:
     if card.is_file():
         record: Mapping[str, Any] = {
             "sha256": data_sha256(weights),
-            "config": field_digests(config),
+            "config_digests": field_digests(config),
         }
         text = card_with_record(card.read_text(encoding="utf-8"), record)
         with new_file(card, force=True) as part:

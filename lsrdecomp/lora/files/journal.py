@@ -22,6 +22,7 @@ import numpy as np
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import CheckpointError, PrecisionError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.digests import ContentDigests
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.tensors import StoredTensor, TensorWriter, file_digests, read_header
@@ -212,7 +213,7 @@ class Journal:
             header = read_header(path)
             if ContentDigests.read(header.metadata) != file_digests(path):
                 return None
-            return JournalEntry(header.tensors, json.loads(header.metadata["values"]))
+            return JournalEntry(header.tensors, read_json_text(header.metadata["values"]))
         except (CheckpointError, KeyError, ValueError):
             return None
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.gateway import MAX_AXES, MAX_NUMBERS
 from lsrdecomp.lora.files.file_checks import regular_file_size
-from lsrdecomp.lora.files.read_limits import MAX_AXES, MAX_NUMBERS
 from lsrdecomp.lora.files.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 
 if TYPE_CHECKING:

@@ -27,8 +27,9 @@ from lsrdecomp.formats.number_formats import (
     unpack,
     unpack_digits,
 )
+from lsrdecomp.gateway import printable
 from lsrdecomp.lora.files.format import PREFIX
-from lsrdecomp.lora.files.tensors import DTYPES, printable
+from lsrdecomp.lora.files.tensors import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

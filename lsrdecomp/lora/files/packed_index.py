@@ -38,6 +38,7 @@ import numpy as np
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.stored import FloatProduct
+from lsrdecomp.gateway import TEXT_BYTES, read_json_text
 from lsrdecomp.lora.files.adapter_config import exact_pattern, most_common
 from lsrdecomp.lora.files.bits import BitReader, BitWriter, width_of
 from lsrdecomp.lora.files.common_names import COMMON_NAMES
@@ -52,7 +53,6 @@ from lsrdecomp.lora.files.packed import (
     Reader,
     damage_error,
 )
-from lsrdecomp.lora.files.read_limits import TEXT_BYTES
 from lsrdecomp.lora.files.tensors import check_name, read_header
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def _decode_index(index: bytes) -> Index:
         block, module_number = divmod(place, len(modules))
         name = modules[module_number].replace("\0", str(block))
         entries.append([name, *make_entry(*exponents)])
-    layer_types = _read_layer_types(json.loads(types) if has_types else {})
+    layer_types = _read_layer_types(read_json_text(types) if has_types else {})
     return Index(_parse_entries(entries), layer_types)
 
 

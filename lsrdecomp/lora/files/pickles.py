@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError, UnsupportedError, way_to_install
+from lsrdecomp.gateway import TEXT_BYTES
 from lsrdecomp.lora.files.file_checks import regular_file_size
-from lsrdecomp.lora.files.read_limits import TEXT_BYTES
 from lsrdecomp.lora.files.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 
 if TYPE_CHECKING:

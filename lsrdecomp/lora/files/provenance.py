@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +57,7 @@ def card_with_record(card: str, fields: Mapping[str, Any]) -> str:
     section = CARD_SECTION.search(card)
     if section is None:
         return card
-    record = json.loads(section[1]) | fields
+    record = read_json_text(section[1]) | fields
     return f"{card[: section.start(1)]}{record_text(record, indent=1)}{card[section.end(1) :]}"
 
 
@@ -86,7 +87,7 @@ def _record_text(
 def read_provenance(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a header or a card records, or an empty dict for a file that is not ours."""
     try:
-        record = json.loads(_recorded_text(checkpoint))
+        record = read_json_text(_recorded_text(checkpoint))
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}

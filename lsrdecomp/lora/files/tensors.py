@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 
 from lsrdecomp.arrays import all_finite
 from lsrdecomp.errors import CheckpointError, StorageRangeError, UnsupportedError
+from lsrdecomp.gateway import MAX_AXES, MAX_NAME, MAX_NUMBERS, STORED_TEXT_BYTES
+from lsrdecomp.gateway import first_line as first_line
 from lsrdecomp.lora.files.digests import HEADER_KEY, SEAL_BYTES, ContentDigests
 from lsrdecomp.lora.files.file_checks import parse_json, regular_file_size
-from lsrdecomp.lora.files.read_limits import MAX_AXES, MAX_NUMBERS, STORED_TEXT_BYTES
 from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-MAX_NAME = 512
-"""Characters of a tensor's name."""
 FLOATS = tuple(name for name in PRECISIONS if name != "tf32")  # which no file holds
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
 DTYPES: dict[str, np.dtype[Any]] = {name: numpy_dtype(name) for name in (*FLOATS, *INTEGERS)}
@@ -174,21 +173,6 @@ def derived_tensor(
         return compute().astype(np.float64, copy=False)
 
     return replace(like, shape=shape, dtype="float64", fetch=fetch)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a foreign error, short and printable enough for one of ours.
-
-    It may quote a stranger's bytes.
-    """
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
-    return printable(text[:200])
-
-
-def printable(text: str) -> str:
-    """Replace every character that could not be printed on one line by "?"."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 # -- safetensors files, read -----------------------------------------------------------------------

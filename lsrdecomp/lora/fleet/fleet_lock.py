@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.writing import fcntl
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _this_process() -> dict[str, Any]:
 def _holder(path: Path) -> dict[str, Any] | None:
     """Return what a lock file says of its run, or None if it says nothing."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json_text(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +117,7 @@ class Manifest:
         content = path.read_bytes()
         complete = content[: content.rfind(b"\n") + 1]
         try:
-            lines = [json.loads(line) for line in complete.splitlines()]
+            lines = [read_json_text(line) for line in complete.splitlines()]
         except (ValueError, RecursionError):
             lines = [None]
         # Of a first line that was cut short the first bytes tell whose it is

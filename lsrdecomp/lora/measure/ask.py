@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.errors import CheckpointError, needs
-from lsrdecomp.lora.files.tensors import printable
+from lsrdecomp.gateway import printable
 from lsrdecomp.lora.measure.server_client import Prompt, Token, connect
 
 if TYPE_CHECKING:

@@ -212,7 +212,13 @@ class Evaluator:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
         settings = self.settings
         try:
-            plain = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
+            plain = open_base(
+                base,
+                lora,
+                dtype=settings.dtype,
+                device=settings.device or "cpu",
+                trust_remote_code=settings.trust_remote_code,
+            )
             return plain, plain.with_adapter(lora)
         except LsrError:
             raise

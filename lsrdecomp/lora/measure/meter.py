@@ -425,7 +425,13 @@ class _Work:
         settings = self.settings
         assert self.base is not None
         device = settings.device or "cpu"
-        plain = open_base(self.base, config, dtype=settings.dtype, device=device)
+        plain = open_base(
+            self.base,
+            config,
+            dtype=settings.dtype,
+            device=device,
+            trust_remote_code=settings.trust_remote_code,
+        )
         with TemporaryDirectory() as folder:
             path = _opened_by_peft(plain, self.lora, source, Path(folder) / "lora")
             yield plain, plain.with_adapter(path)

@@ -10,6 +10,7 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.gateway import library_class, open_pretrained
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.dataset import PromptExample
@@ -208,7 +209,7 @@ def open_model(path: str | Path, like: Base, dtype: str) -> Base:
 
 def _opened(model_class: Any, found: str, path: str | Path, **options: Any) -> Any:
     try:
-        return model_class.from_pretrained(found, **options)
+        return open_pretrained(model_class, found, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"cannot be opened: {first_line(error)}", path=path) from error
 
@@ -218,7 +219,10 @@ def open_weights(directory: Path) -> Mapping[str, Callable[[], Array]]:
     import transformers
 
     architectures = read_json(directory / "config.json").get("architectures") or ["AutoModel"]
-    model_class = getattr(transformers, str(architectures[0]), transformers.AutoModel)
+    try:
+        model_class = library_class(transformers, architectures[0], transformers.PreTrainedModel)
+    except ValueError:
+        model_class = transformers.AutoModel
     model = _opened(model_class, str(directory), directory)
     return {
         f"{name}.weight": partial(_weight, module)

@@ -5,7 +5,9 @@ Each request is with the adapter or without it.
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lsrdecomp.errors import LsrError
-from lsrdecomp.lora.files.tensors import printable
+from lsrdecomp.gateway import REPLY_BYTES, REPLY_SECONDS, printable, read_json_text
 
 Prompt = str | Sequence[int]
 Token = int | str
@@ -24,10 +26,6 @@ MAX_LOGPROBS = 20
 it is told otherwise (its --max-logprobs)."""
 FEWEST_LOGPROBS = 5
 """The most that some OpenAI servers give."""
-MAX_REPLY = 2**24
-"""Bytes of a reply that are read; a list of twenty tokens takes a few thousand."""
-TIMEOUT = 300.0
-"""Seconds to wait for each reply; by hand, for a large model on a CPU."""
 
 
 def connect(
@@ -193,7 +191,7 @@ def _llama_cpp(root: str, adapters: list[Any], adapter: str | None, file: Path) 
 
 def _openai(root: str, reply: Any, adapter: str | None, file: Path, *, needs_base: bool) -> OpenAi:
     data = reply.get("data") if isinstance(reply, dict) else None
-    models = [entry for entry in data or () if _has_id(entry, str)]
+    models = [entry for entry in data if _has_id(entry, str)] if isinstance(data, list) else []
     if len(models) == 1 and not needs_base:
         return OpenAi(root, "", models[0]["id"])
     if len(models) < 2:
@@ -217,7 +215,8 @@ def _has_id(entry: Any, type_: type) -> bool:
 
 def _choose(root: str, names: Mapping[int, str], requested: str | None, file: Path) -> int:
     """Return the number of the adapter that is meant."""
-    listing = printable(", ".join(f"{key} ({name})" for key, name in names.items())) or "none"
+    listing = ", ".join(f"{number} ({printable(name)[:80]})" for number, name in names.items())
+    listing = listing[:1000] or "none"
     if requested is not None:
         matches = []
         for number, name in names.items():
@@ -253,18 +252,32 @@ def _request(address: str, fields: object = None) -> Any:
     body = None if fields is None else json.dumps(fields).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-            answer = reply.read(MAX_REPLY + 1)
+        with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as reply:
+            return _read_reply(reply, address)
     except urllib.error.HTTPError as error:
-        text = error.read(300).decode("utf-8", "replace").strip()
-        message = printable(text.partition("\n")[0])
+        message = printable(error.read(300).decode("utf-8", "replace").strip().partition("\n")[0])
         error_type = _NotFoundError if error.code in NOT_FOUND else _RefusedError
         raise error_type(f"{address}: status {error.code} {message}".strip()) from None
     except (urllib.error.URLError, OSError) as error:
-        raise LsrError(f"{address} cannot be reached: {getattr(error, 'reason', error)}") from None
-    if len(answer) > MAX_REPLY:
-        raise LsrError(f"{address} answers more than {MAX_REPLY:,} bytes")
-    try:
-        return json.loads(answer)
-    except (ValueError, RecursionError):
+        reason = printable(str(getattr(error, "reason", error)))
+        raise LsrError(f"{address} cannot be reached: {reason}") from None
+    except http.client.HTTPException as error:
+        raise LsrError(f"{address} does not speak HTTP: {printable(str(error)[:200])}") from None
+    except ValueError:
         raise LsrError(f"{address} answers something that is not JSON") from None
+
+
+def _read_reply(reply: Any, address: str) -> Any:
+    """Return the JSON of a reply; `ValueError` if it is none, `LsrError` if it does not end."""
+    end = time.monotonic() + REPLY_SECONDS
+    parts = []
+    size = 0
+    while part := reply.read1(2**16):
+        parts.append(part)
+        size += len(part)
+        if size > REPLY_BYTES or time.monotonic() > end:
+            raise LsrError(
+                f"{address} answers more than {REPLY_BYTES:,} bytes, or longer than "
+                f"{REPLY_SECONDS:g} s; its reply was not read further"
+            )
+    return read_json_text(b"".join(parts))

@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.lora.files import Checkpoint, open_checkpoint
 from lsrdecomp.lora.files.fused_attention import in_diffusers_names
 from lsrdecomp.lora.files.integrity import check_integrity, record_again
 from lsrdecomp.lora.files.layer_names import flat_name
@@ -19,8 +20,8 @@ from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
-    from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.files.records import Layer
     from lsrdecomp.lora.files.tensors import StoredTensor
 
@@ -147,7 +148,10 @@ class Verification:
 
 @one_blas_thread
 def verify(
-    source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None
+    source: Checkpoint | str | Path,
+    written: Checkpoint | str | Path,
+    *,
+    on_step: OnStep | None = None,
 ) -> Verification:
     """Measure the errors of ``written`` against ``source`` again, and look for changed files.
 
@@ -155,9 +159,9 @@ def verify(
 
     Parameters
     ----------
-    source : Checkpoint
+    source : Checkpoint or path
         The LoRA, LoHa or LoKr that ``written`` was made from.
-    written : Checkpoint
+    written : Checkpoint or path
         An LSR directory, a truncated LoRA, or an export of either.
     on_step : callable, optional
         Called with a `ProgressUpdate` as each layer is measured.
@@ -189,6 +193,8 @@ def verify(
     >>> check.passed, len(check.layers)
     (True, 12)
     """
+    source = _opened(source)
+    written = _opened(written)
     if source.format == "lsr":
         raise CheckpointError(
             "is an LSR adapter: name first the LoRA that it was made from", path=source.path
@@ -256,6 +262,11 @@ def _measured(
         recorded = None if record.is_export else record.layers.get(layer.name)
     relative = error / pair.norm if pair.norm > 0.0 else error
     return LayerCheck(layer.name, parameters, pair.norm, relative, recorded), error
+
+
+def _opened(adapter: Checkpoint | str | Path) -> Checkpoint:
+    """Return an adapter that is open, or open it, also with tensors that are no pairs."""
+    return adapter if isinstance(adapter, Checkpoint) else open_checkpoint(adapter, carry=True)
 
 
 def accept(written: Checkpoint, verification: Verification) -> None:

@@ -10,7 +10,6 @@ does so for a while.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from peft.utils import load_peft_weights
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.peft.lsr_config import LsrConfig
 from lsrdecomp.lora.peft.tuner import unpack
 
@@ -120,7 +120,7 @@ def _lsr_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config_file = find_adapter_config_file(source, **options)
     if config_file is None:
         return {}
-    settings = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    settings = read_json_text(Path(config_file).read_text(encoding="utf-8"))
     if settings.get("peft_type") != "LSR":
         return {}
     config = LsrConfig.from_pretrained(source, **options)

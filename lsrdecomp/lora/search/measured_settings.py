@@ -60,6 +60,11 @@ class EvaluatorSettings(Settings):
     seed: Annotated[
         int, ON_COMMAND_LINE, "Seed of the order of the texts, and of which are held out."
     ] = 0
+    trust_remote_code: Annotated[
+        bool,
+        ON_COMMAND_LINE,
+        "Run program code that the base brings (remote code); without, such a base is refused.",
+    ] = False
 
     @property
     def prompt_limits(self) -> dict[str, Any]:

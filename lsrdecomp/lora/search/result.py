@@ -11,6 +11,7 @@ import os
 import shlex
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import markup
@@ -25,7 +26,6 @@ from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from lsrdecomp.formats.stored import Stored
     from lsrdecomp.lora.search.candidates import Materialized
@@ -376,7 +376,7 @@ class Compression:
             force=force,
             provenance={"plan": self.plan.to_json()},
             dropped=[row.name for row in self.layers if row.structure == "drop"],
-            files={REPORT: report_text(self.to_json(every_layer=record))},
+            files={REPORT: report_text(self.to_json(every_layer=record), directory=Path(out))},
             bare=bare,
         )
 
@@ -679,10 +679,31 @@ def to_json(
     return report
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """Return a report as JSON: indented if it lists layers, else in few bytes."""
+def report_text(report: dict[str, Any], *, directory: Path | None = None) -> str:
+    """Return a report as JSON: indented if it lists layers, else in few bytes.
+
+    For a directory, which people pass on, absolute paths become such that start from it.
+    """
     indent = 1 if "layers" in report else None
-    return json.dumps(report, indent=indent, allow_nan=False) + "\n"
+    told = report if directory is None else _from_directory(report, directory.absolute())
+    return json.dumps(told, indent=indent, allow_nan=False) + "\n"
+
+
+def _from_directory(value: Any, directory: Path) -> Any:
+    """Return JSON values with absolute paths as they are from a directory.
+
+    Of a path that shares no folder with it only the name stays.
+    """
+    if isinstance(value, dict):
+        return {name: _from_directory(each, directory) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_from_directory(each, directory) for each in value]
+    if not (isinstance(value, str) and Path(value).is_absolute()):
+        return value
+    path = Path(value)
+    if path.parts[:2] != directory.parts[:2]:
+        return path.name
+    return Path(os.path.relpath(path, directory)).as_posix()
 
 
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:

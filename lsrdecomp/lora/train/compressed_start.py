@@ -68,6 +68,7 @@ def _calibrate(
         str(settings.init),
         dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
         device=_gpu(settings) or "cpu",
+        trust_remote_code=settings.trust_remote_code,
     )
     batches = dataset.calibration_batches(base, size=settings.batch, seed=settings.seed)
     calibrate(base, batches, out=statistics, seed=settings.seed, samples=samples, effect=False)

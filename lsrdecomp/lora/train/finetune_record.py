@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.provenance import installed_version
 from lsrdecomp.lora.files.writing import new_file
 from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
@@ -188,7 +189,7 @@ def read_record(directory: str | Path) -> FinetuneRecord:
     """
     path = Path(directory) / RECORD
     try:
-        return FinetuneRecord.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+        return FinetuneRecord.from_mapping(read_json_text(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(f"no finished run: {error.strerror}", path=path) from None
     except (ValueError, KeyError, TypeError) as error:

@@ -212,6 +212,11 @@ class FinetuneSettings(Settings):
     four_bit: Annotated[
         bool, ON_COMMAND_LINE, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."
     ] = False
+    trust_remote_code: Annotated[
+        bool,
+        ON_COMMAND_LINE,
+        "Run program code that the base brings (remote code); without, such a base is refused.",
+    ] = False
     gradient_checkpointing: Annotated[
         bool | None,
         ON_COMMAND_LINE,

@@ -170,7 +170,7 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
         with needs(f"metric {settings.metric}", "llm"):  # before any work
             import sacrebleu  # noqa: F401
     seed = settings.split_seed
-    tokenizer = open_tokenizer(settings.model)
+    tokenizer = open_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
     # 1. Examples to train on, and examples to evaluate on.
     train = read_examples(settings.data)
     if settings.dev_data is not None:

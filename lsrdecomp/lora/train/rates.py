@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.writing import new_file
 from lsrdecomp.lora.train.finetune_settings import AUTO, FinetuneSettings
 from lsrdecomp.lora.train.methods import find_method
@@ -135,7 +136,7 @@ def choose_rate(
 
 
 def _read_choice(file: Path) -> ChosenRate:
-    rate, trials = json.loads(file.read_text(encoding="utf-8"))
+    rate, trials = read_json_text(file.read_text(encoding="utf-8"))
     return ChosenRate(rate, tuple((tried, loss) for tried, loss in trials))
 
 

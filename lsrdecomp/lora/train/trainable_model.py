@@ -19,6 +19,7 @@ from transformers import (
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.lora.base.base_files import PUBLISHED_NAMES
 from lsrdecomp.lora.base.base_model import load_model
+from lsrdecomp.lora.files.adapter_config import check_directory_patterns
 from lsrdecomp.lora.files.tensors import read_header
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.train.finetune_settings import FinetuneSettings, SettingsError
@@ -64,7 +65,7 @@ def open_model(
     if outputs is None:
         model, tokenizer = load_model(AutoModelForCausalLM, base, **options)
     else:
-        head = {"num_labels": outputs, "ignore_mismatched_sizes": True}
+        head: dict[str, Any] = {"num_labels": outputs, "ignore_mismatched_sizes": True}
         model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
@@ -145,7 +146,7 @@ def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
 
 def _loading_options(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
     """Return precision and place of the base, for ``from_pretrained``."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if settings.device_map is not None:
         options["device_map"] = settings.device_map
     if not four_bit:
@@ -197,6 +198,7 @@ def _attention_modules(model: nn.Module) -> tuple[str, ...] | None:
 def _adapter_to_go_on_from(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     """Put the adapter of a directory on a base, to be trained on."""
     directory = str(settings.init)
+    check_directory_patterns(directory)
     config = PeftConfig.from_pretrained(directory)
     if not find_method(settings.method).fits(config.to_dict()):
         peft_type = getattr(config.peft_type, "value", config.peft_type)

@@ -12,6 +12,7 @@ import numpy as np
 
 from lsrdecomp._ordering import natural_key
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.gateway import MAX_AXES
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.lora.files.adapter_config import (
     Config,
@@ -30,7 +31,6 @@ from lsrdecomp.lora.files.format import (
 )
 from lsrdecomp.lora.files.packed import NUMBERS, IndexEntry, PackedLayer
 from lsrdecomp.lora.files.packed_index import FIELD, OLDER_INDEX, Index, index_and_numbers
-from lsrdecomp.lora.files.read_limits import MAX_AXES
 from lsrdecomp.lora.files.records import NOT_READ, Checkpoint, KroneckerLayer
 from lsrdecomp.lora.files.tensors import FLOATS, Array, StoredTensor
 

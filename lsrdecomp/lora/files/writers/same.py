@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.errors import StorageRangeError, UnsupportedError
+from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.adapter_config import most_common, patterns
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
@@ -313,7 +314,7 @@ def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
         metadata[MODEL_HASH] = writer.sha256()
     metadata |= _network_metadata(metadata, writer.ranks)
     if METADATA in metadata:
-        metadata[METADATA] = _header_config(json.loads(metadata[METADATA]), writer)
+        metadata[METADATA] = _header_config(read_json_text(metadata[METADATA]), writer)
     return metadata
 
 

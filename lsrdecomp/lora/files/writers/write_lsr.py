@@ -129,7 +129,7 @@ def write_lsr(
                 "storage": storage,
                 "dropped": list(dropped),
                 "sha256": writer.sha256(),
-                "config": field_digests(config),
+                "config_digests": field_digests(config),
                 **(provenance or {}),
             }
             card = _card(config) + card_section(source, record)
