@@ -120,7 +120,7 @@ def in_readme():
     assert sums["LSR in 3 kB, as compressed"]["exact"] == 0.0
     right = [percent(sums[name]["exact"]) for name in ("LSR in 3 kB, distilled", "the LoRA")]
     yield (
-        "on sums 3 kB of a LoRA solved no problem as compressed, "
+        "a 3 kB version without distillation solved no arithmetic problem, "
         f"[{right[0]} % distilled, the LoRA {right[1]} %]"
     )
 
@@ -130,7 +130,7 @@ def of_keep_nine_tenths():
     (row,) = by_seed("smollm2 keep .9")
     lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
     return (
-        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB, which keep "
+        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB and keeps "
         f"{percent(row['kept'])} %"
     )
 
@@ -313,8 +313,7 @@ def in_small_adapters():
         ("sums", "SVD", 30_000),
     ]
     yield (
-        "LSR is ahead from 3 kB on, but for sums in 30 kB, where truncated SVD is level, and ahead "
-        "or level in 1 kB"
+        "LSR leads from 3 kB up, except on sums at 30 kB (tied with SVD), and leads or ties in 1 kB"
     )
     ours = [short(task.share("LSR", 3000).value, 3) for task in tasks]
     yield f"it keeps {ours[0]} of E2E, {ours[1]} of extraction and {ours[2]} of sums"

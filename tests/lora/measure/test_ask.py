@@ -10,9 +10,9 @@ import pytest
 from console import run_command
 
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.gateway import REPLY_BYTES
 from lsrdecomp.lora.measure import ask_server, measure
 from lsrdecomp.lora.measure.ask import fitted_scale
-from lsrdecomp.lora.measure.server_client import MAX_REPLY
 
 WORDS = 30
 
@@ -308,7 +308,7 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         (lambda path, fields: (500, {"error": "out of memory"}), "status 500"),
         (lambda path, fields: (404, {}), "status 404"),
         (lambda path, fields: (200, b"[" * 200_000), "not JSON"),
-        (lambda path, fields: (200, b" " * (MAX_REPLY + 1)), "answers more than"),
+        (lambda path, fields: (200, b" " * (REPLY_BYTES + 1)), "answers more than"),
         (lambda path, fields: (500, b"\x1b]0;x\x07boom"), "status 500 ?]0;x?boom"),
     ]:
         with running(faulty) as url:
