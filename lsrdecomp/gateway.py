@@ -272,8 +272,10 @@ def check_template(template: str) -> None:
         raise TemplateError("the chat template computes with numbers that no conversation needs")
     for product in products:
         factors = [node.value for node in product.find_all(nodes.Const)]
-        is_small = all(isinstance(factor, int) and abs(factor) <= 100 for factor in factors)
-        if product.find(nodes.Mul) is not None or not factors or not is_small:
+        counts = [factor for factor in factors if isinstance(factor, int)]
+        texts = [factor for factor in factors if isinstance(factor, str)]
+        is_small = all(abs(count) <= 100 for count in counts) and len("".join(texts)) <= 100
+        if product.find(nodes.Mul) is not None or not counts or not is_small:
             raise TemplateError("the chat template multiplies by more than a small number")
 
 
