@@ -110,8 +110,13 @@ def in_readme():
     (near,) = by_seed("smollm2 keep .99 distil 100")
     options = near["options"]
     yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
-    theirs, ours = (short(e2e.share(name, 1000).value) for name in ("Uni-LoRA", "LSR"))
-    yield f"In 1 kB other adapters keep as much, [Uni-LoRA {theirs}, LSR {ours}]"
+    names = ("Fisher core", "LSR", "Uni-LoRA")
+    cores, ours, theirs = (short(e2e.share(name, 1000).value) for name in names)
+    assert cores == ours
+    yield (
+        "In 1 kB other adapters keep as much of E2E, "
+        f"[Fisher cores and LSR {ours}, Uni-LoRA {theirs}]"
+    )
     yield (
         "Bars, and ± below, are the standard error over held-out texts, here "
         f"{e2e.about['examples']}."
