@@ -336,8 +336,10 @@ class _TextWriter:
             body = f"{beginning}{core}{ending}"
             if core.strip() and shortest <= len(core) <= longest and body not in bodies:
                 prompts.append(_with_body(given[len(prompts) % len(given)], body))
-        # 3. Answer them; texts without prompts are written on from their first third.
-        return self._answer(prompts)
+        # 3. Answer them, in no more words than the given answers have; texts without prompts are
+        #    written on from their first third.
+        max_words = max(len(_answer_of(example).split()) for example in given)
+        return self._answer(prompts, max_words)
 
     # The forms in which the LoRA acts most.
 
@@ -398,12 +400,19 @@ class _TextWriter:
                 parts.append(divergences(adapted.float(), plain.float(), self.source.head))
         return torch.cat(parts).cpu()
 
-    def _answer(self, prompts: Sequence[PromptExample]) -> list[PromptExample]:
-        """Return prompts with the LoRA's answers, without empty ones and echoes."""
+    def _answer(
+        self, prompts: Sequence[PromptExample], max_words: int | None = None
+    ) -> list[PromptExample]:
+        """Return prompts with the LoRA's answers, without empty ones and echoes.
+
+        Answers that the LoRA has not ended have at most ``max_words``.
+        """
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
         for example, text in zip(prompts, completions, strict=True):
-            completion = self._first_line(text)
+            completion = text
+            if not self._has_ended(text):
+                completion = _first_words(text, max_words)
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -413,16 +422,9 @@ class _TextWriter:
                 answered.append(replace(example, completion=completion))
         return answered
 
-    def _first_line(self, answer: str) -> str:
-        """Return the first line of an answer that the LoRA has not ended; others whole.
-
-        In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
-        """
-        if len(self.source.tokenizer(answer)["input_ids"]) < NEW_TOKENS - 2:
-            return answer
-        text = answer.lstrip()
-        space = answer[: len(answer) - len(text)]
-        return space + text.split("\n")[0]
+    def _has_ended(self, answer: str) -> bool:
+        """Return whether an answer is so short that the LoRA has ended it."""
+        return len(self.source.tokenizer(answer)["input_ids"]) < NEW_TOKENS - 2
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -511,6 +513,21 @@ def _body(example: PromptExample) -> str:
     if contents:
         return contents[-1]
     return example.prompt or example.completion
+
+
+def _answer_of(example: PromptExample) -> str:
+    """Return the answer of an example."""
+    return example.messages[-1]["content"] if example.messages else example.completion
+
+
+def _first_words(answer: str, count: int | None) -> str:
+    """Return the first line of an answer, and no more words of it than so many.
+
+    In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
+    """
+    text = answer.lstrip()
+    space = answer[: len(answer) - len(text)]
+    return space + " ".join(text.split("\n")[0].split(" ")[:count])
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:

@@ -204,3 +204,9 @@ def test_of_answers_that_do_not_end_the_first_line_is_kept(source, monkeypatch):
     )
     completions = {text.completion for text in write_texts(source, seed=0, count=60)}
     assert completions == {" one two", " one two three four five six", " six"}
+
+
+def test_answers_like_given_ones_are_no_longer_than_they_unless_they_end(source):
+    texts = write_texts(source, GIVEN, seed=0, count=40)
+    lengths = [len(text.completion.split()) for text in texts]
+    assert set(lengths) <= {1, 2}  # a given answer has one word, and two end
