@@ -187,7 +187,7 @@ class Fidelity(Behaviour):
             low, high = wilson_interval(self.n_matching, self.answered)
             text += f"; the same whole answer to {self.n_matching} of {self.answered} texts"
             text += f" ({100 * low:.0f} to {100 * high:.0f} %)"
-        if self.right is not None:
+        if self.right is not None and any(self.right):
             base, lora, variant = self.right
             text += f"; right answers: base {base}, LoRA {lora}, this {variant} of {self.examples}"
         return text
