@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from lsrdecomp.lora.base.behaviour import Behaviour
-from lsrdecomp.lora.base.texts import WRITTEN
+from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
 
-WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {WRITTEN: (0.005, 0.017, 2)}
+WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
+    WRITTEN: (0.005, 0.017, 2),
+    CONTINUED: (-0.018, 0.0, 1),
+}
 """Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
 that a model wrote less the share on real texts: ``bias`` in
 ``benchmarks/results/written_texts.json``."""
