@@ -192,9 +192,11 @@ def bias_text(written: str) -> str:
     if written not in WRITTEN_BIAS:
         return "how far this is from the share on texts of its task is not known"
     bias, spread, n_tasks = WRITTEN_BIAS[written]
-    tasks = "one task" if n_tasks == 1 else f"{n_tasks} tasks"
+    if n_tasks == 1:  # one draw has no spread
+        points = f"{100 * bias:+.1f} points"
+        return f"on one task such an estimate less the share on real texts was {points}"
     return (
-        f"on {tasks} such estimates less the share on real texts were {100 * bias:+.1f} ± "
+        f"on {n_tasks} tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
         f"{100 * spread:.1f} points"
     )
 
