@@ -271,6 +271,11 @@ def of_written_texts():
         f"{short(sst2['estimate']['effect'])} nats a token on texts that it wrote, "
         f"{short(sst2['real']['effect'])} on real ones"
     )
+    few = {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == "few"}
+    names = {"sst2": "SST-2", "e2e": "E2E"}
+    yield "From five prompts it keeps " + " and ".join(
+        f"{few[task]} of {name}'s" for task, name in names.items() if task in few
+    )
 
 
 def of_calibration():

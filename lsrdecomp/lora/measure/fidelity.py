@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from lsrdecomp.lora.base.behaviour import Behaviour
-from lsrdecomp.lora.base.texts import WRITTEN
+from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
 
-WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {WRITTEN: (0.005, 0.017, 2)}
+WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
+    WRITTEN: (0.005, 0.017, 2),
+    CONTINUED: (-0.018, 0.0, 1),
+}
 """Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
 that a model wrote less the share on real texts: ``bias`` in
 ``benchmarks/results/written_texts.json``."""
@@ -205,9 +208,11 @@ def bias_text(written: str) -> str:
     if written not in WRITTEN_BIAS:
         return "how far this is from the share on texts of its task is not known"
     bias, spread, n_tasks = WRITTEN_BIAS[written]
-    tasks = "one task" if n_tasks == 1 else f"{n_tasks} tasks"
+    if n_tasks == 1:  # one draw has no spread
+        points = f"{100 * bias:+.1f} points"
+        return f"on one task such an estimate less the share on real texts was {points}"
     return (
-        f"on {tasks} such estimates less the share on real texts were {100 * bias:+.1f} ± "
+        f"on {n_tasks} tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
         f"{100 * spread:.1f} points"
     )
 
