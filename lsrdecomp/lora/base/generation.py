@@ -105,7 +105,7 @@ def greedy_answers(
     new_tokens: int,
     batch_size: int,
 ) -> list[list[int]]:
-    """Return the likeliest tokens after each prompt, up to and with the one that ends a text.
+    """Return the greedy answer to each prompt as tokens, up to and with the one that ends a text.
 
     Parameters
     ----------

@@ -119,7 +119,7 @@ class Meter:
     def whole_answers(self, other: Base) -> tuple[int, int]:
         """Return to how many prompts another has the LoRA's own greedy answer, and of how many.
 
-        It has if its likeliest token is the LoRA's all along the LoRA's answer: one forward pass.
+        It has if its top prediction is the LoRA's all along the LoRA's answer: one forward pass.
         """
         _, reference = self.own_answers()
         if reference is None:

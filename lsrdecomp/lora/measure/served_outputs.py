@@ -1,6 +1,6 @@
 """How much of a LoRA's effect a running server shows, from log-probabilities of a few tokens.
 
-A server names the likeliest tokens of a position. These and all others together are the classes
+A server names the top tokens of a position. These and all others together are the classes
 that LoRA, base and server are compared on: the divergence of such classes is at most that of all
 tokens, for each of the two, and the share that is kept is 1 − their ratio as everywhere.
 """

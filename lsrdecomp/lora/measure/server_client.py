@@ -91,7 +91,7 @@ class LlamaCpp:
             raise LsrError(f"{self.root}/completion: no log-probabilities in its answer") from error
 
     def complete(self, prompt: Prompt, new_tokens: int) -> str:
-        """Return the likeliest answer with the adapter."""
+        """Return the greedy answer with the adapter."""
         fields = {**self._fields(prompt, adapted=True), "n_predict": new_tokens}
         return str(_request(f"{self.root}/completion", fields).get("content", ""))
 
@@ -134,7 +134,7 @@ class OpenAi:
             ) from error
 
     def complete(self, prompt: Prompt, new_tokens: int) -> str:
-        """Return the likeliest answer with the adapter."""
+        """Return the greedy answer with the adapter."""
         fields = _openai_fields(self.adapter, prompt, new_tokens=new_tokens)
         reply = _request(f"{self.root}/v1/completions", fields)
         try:
