@@ -17,9 +17,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.fields import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import FrameType
 
@@ -115,8 +116,8 @@ KINDS = (
         "Remote code of bases (`auto_map`, `custom_pipeline`)",
         "none is run",
         "Models, tokenizers, processors and pipelines are opened with `trust_remote_code=False`, "
-        "without a question; `--trust-remote-code` is the only door. Classes that a config names "
-        "must be models of transformers or diffusers.",
+        "without a question; `--trust-remote-code` is the only door, and no file opens it. Classes "
+        "that a config names must be models of transformers or diffusers.",
     ),
     Kind(
         "Chat templates of tokenizers (Jinja)",
@@ -192,6 +193,8 @@ def read_json_text(text: str | bytes, **options: Any) -> Any:
 
 # -- remote code -----------------------------------------------------------------------------------
 
+TRUST = "trust_remote_code"
+"""The setting that lets program code of a base run: it is typed, and read from no file."""
 REMOTE_CODE = (
     "it brings program code of its own (remote code), which is not run; read that code, and if you "
     "trust its author, give --trust-remote-code (in Python trust_remote_code=True)"
@@ -233,6 +236,20 @@ def library_class(library: Any, name: object, kind: type) -> Any:
 
 
 # -- chat templates --------------------------------------------------------------------------------
+
+
+def refuse_trust(settings: Iterable[str], path: Path) -> None:
+    """Refuse a file of settings that lets program code run: it may be a stranger's too.
+
+    Raises
+    ------
+    SettingsError
+    """
+    if any(name.replace("-", "_") == TRUST for name in settings):
+        raise SettingsError(
+            f"{path}: {TRUST} is read from no file, which may be a stranger's; give "
+            "--trust-remote-code"
+        )
 
 
 class TemplateError(ValueError):

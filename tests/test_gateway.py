@@ -23,6 +23,7 @@ from lsrdecomp import gateway
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.files.adapter_config import check_module_patterns
 from lsrdecomp.lora.measure.server_client import connect
+from lsrdecomp.lora.search.request import Request
 from lsrdecomp.lora.search.result import _from_directory
 
 PACKAGE = Path(lsrdecomp.__file__).parent
@@ -287,3 +288,21 @@ def test_what_a_server_names_and_says_is_shown_without_escapes(monkeypatch, tmp_
     with pytest.raises(LsrError, match="status 500") as caught:
         connect("http://127.0.0.1:1", None, tmp_path / "a.safetensors")
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "trust-remote-code"])
+def test_no_file_opens_the_door_to_remote_code(name, tmp_path):
+    """A compression.json or a plan may be a stranger's."""
+    (tmp_path / "run.toml").write_text(f'[compress]\nbase = "b"\n{name} = true\n')
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"base": "b", name: True}}))
+    (tmp_path / "finetune.toml").write_text(f'model = "b"\ntrain = "t.tsv"\n{name} = true\n')
+    for verb, file in (("compress", "run.toml"), ("compress", "run.json")):
+        done = run_command(verb, DEMO, "--config", tmp_path / file, "--out", tmp_path / "out")
+        assert done.returncode == 2
+        assert "is read from no file" in done.stderr
+    done = run_command("finetune", "--config", tmp_path / "finetune.toml", "--out", tmp_path / "o")
+    assert done.returncode == 2
+    assert "is read from no file" in done.stderr
+    trusted = Request.parse({"base": "b", "data": "d", "keep": 0.9, "trust_remote_code": True})
+    assert trusted.measured.trust_remote_code
+    assert "trust_remote_code" not in trusted.to_json()

@@ -16,8 +16,8 @@ PACKAGE = Path(lsrdecomp.__file__).parent
 
 GROUND = (
     ("errors", "markup", "threads", "_ordering"),
-    ("arrays", "fields", "gateway"),
-    ("precision",),
+    ("arrays", "fields"),
+    ("precision", "gateway"),
 )
 NUMBERS = (
     ("kronecker",),
@@ -308,7 +308,7 @@ def test_the_name_of_a_file_and_of_a_class_is_found_once():
 
 
 def test_the_root_holds_few_modules():
-    assert len(list(PACKAGE.glob("[!_]*.py"))) <= 8
+    assert len(list(PACKAGE.glob("[!_]*.py"))) <= 9
 
 
 def test_public_names():

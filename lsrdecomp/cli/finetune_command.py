@@ -17,6 +17,7 @@ from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.setting_options import options_of
 from lsrdecomp.cli.sheet import Sheet, SheetColumn
 from lsrdecomp.errors import CheckpointError, needs
+from lsrdecomp.gateway import refuse_trust
 from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def _run_settings(
     config: Path | None, options: dict[str, Any], of_method: list[str], others: list[str]
 ) -> FinetuneSettings:
     """Return the settings of a file, of options and of ``--set``; what comes later wins."""
-    in_file = FinetuneSettings.canonical({} if config is None else read_toml(config))
+    written = {} if config is None else read_toml(config)
+    if config is not None:
+        refuse_trust(written, config)
+    in_file = FinetuneSettings.canonical(written)
     if of_method:
         options["options"] = dict(assignment(text, "--option") for text in of_method)
     set_values = FinetuneSettings.canonical(dict(assignment(text, "--set") for text in others))

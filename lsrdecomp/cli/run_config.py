@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from lsrdecomp.cli.options import read_toml
 from lsrdecomp.errors import CheckpointError, unknown
 from lsrdecomp.fields import POSITIVE, Alias, Field, Settings, SettingsError, settings, whole_number
+from lsrdecomp.gateway import TRUST, refuse_trust
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import GOALS, CompressionPlan
@@ -33,7 +34,7 @@ class RunSettings(Settings):
 
 FIELDS: Mapping[str, Field] = {
     **CompressionPlan.fields,
-    **MeasuredSettings.fields,
+    **{name: field for name, field in MeasuredSettings.fields.items() if name != TRUST},
     **RunSettings.fields,
 }
 """Settings that a file may hold, by the names of `lsrdecomp.compress`."""
@@ -88,6 +89,7 @@ def read_run(path: Path) -> dict[str, Any]:
             )
     else:
         table = read_table(path)
+    refuse_trust(table, path)
     own_names = {name: field.name for field in FIELDS.values() for name in field.names}
     settings: dict[str, Any] = {}
     for key, value in table.items():
@@ -146,7 +148,7 @@ def run_text(settings: Mapping[str, Any]) -> str:
     data = "a.txt"
     ratio = [96.0, 48.0]
     """
-    lines = [f"{name} = {_toml(value)}" for name, value in settings.items()]
+    lines = [f"{name} = {_toml(value)}" for name, value in settings.items() if name != TRUST]
     return "\n".join([f"[{TABLE}]", *lines]) + "\n"
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import SettingsError
+from lsrdecomp.gateway import TRUST
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import (
     GOALS_IN_WORDS,
@@ -219,7 +220,8 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as ``compress --config`` reads them.
 
-        Without the number of workers, which changes nothing but the time. Texts and statistics that
+        Without the number of workers, which changes nothing but the time, and without trust in
+        program code, which no file may ask for. Texts and statistics that
         are no files are described in a few words.
         """
         values: dict[str, Any] = {}
@@ -234,6 +236,7 @@ class Request:
             chosen["device"] = self.device
         for name in ("base", "data", "statistics"):
             chosen[name] = _described(getattr(self, name))
+        chosen.pop(TRUST, None)
         for name in READ_ON:
             value = chosen.get(name)
             if value is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.gateway import read_json_text
+from lsrdecomp.gateway import TRUST, read_json_text
 from lsrdecomp.lora.files.provenance import installed_version
 from lsrdecomp.lora.files.writing import new_file
 from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
@@ -155,7 +155,9 @@ class FinetuneRecord:
         for name in ("start", "dev", "validation"):
             if fields[name] is not None:
                 fields[name] = Scores(**fields[name])
-        fields["settings"] = FinetuneSettings.from_mapping(values["settings"])
+        # Trust in program code is typed; a record may be a stranger's.
+        settings = {name: value for name, value in values["settings"].items() if name != TRUST}
+        fields["settings"] = FinetuneSettings.from_mapping(settings)
         fields["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
         fields["losses"] = tuple((int(step), loss) for step, loss in values["losses"])
         fields["rate_trials"] = tuple((rate, loss) for rate, loss in values.get("rate_trials", ()))

@@ -62,6 +62,7 @@ VALUES: dict[str, Any] = {
     "batch": 9,
     "max_length": 9,
     "truncate": True,
+    "trust_remote_code": True,
     "dtype": "bfloat16",
     "seed": 9,
     "distil": 9,
