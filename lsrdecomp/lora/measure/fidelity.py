@@ -223,11 +223,10 @@ def wilson_interval(count: int, total: int) -> tuple[float, float]:
     >>> [round(end, 3) for end in wilson_interval(30, 32)]
     [0.799, 0.983]
     """
-    z = 1.959964  # of the normal distribution, two-sided
-    share = count / total
-    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2) * z / (1 + z**2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    from scipy.stats import binomtest  # takes a while to load
+
+    interval = binomtest(count, total).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def share_kept(behaviour: Behaviour) -> float:
