@@ -20,6 +20,7 @@ from .lora.compress.compress_lora import compress as compress
 from .lora.compress.distil_lora import distil as distil
 from .lora.files import open_checkpoint as open_checkpoint
 from .lora.files.statistics import read_statistics as read_statistics
+from .lora.measure.meter import measure as measure
 from .lora.search.plan import CompressionPlan as CompressionPlan
 from .precision import ErrorBudget as ErrorBudget
 from .precision import unit_roundoff as unit_roundoff

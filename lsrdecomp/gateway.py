@@ -198,7 +198,7 @@ TRUST = "trust_remote_code"
 REMOTE_CODE = (
     "it brings program code of its own (remote code), which is not run; read that code, and if you "
     "trust its author, give --trust-remote-code, which calibrate, compress, distil, finetune and "
-    "verify take (in Python trust_remote_code=True)"
+    "measure take (in Python trust_remote_code=True)"
 )
 
 

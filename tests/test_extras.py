@@ -50,7 +50,7 @@ VERBS = {
     "compress": ["lora", *BASE, "--keep", "0.9", "--out", "out"],
     "calibrate": ["base", "--adapter", "lora", "--data", "texts.jsonl", "--out", "x.npz"],
     "distil": ["lora", "--teacher", "lora", *BASE, "--out", "out"],
-    "verify": ["lora", "lora", *BASE],
+    "measure": ["lora", "lora", *BASE],
 }
 
 # In one process without a package, which imports what is large once

@@ -138,7 +138,13 @@ def test_kernels_never_import_peft():
 
 
 TORCH_SIDE = {"lora.peft", "lora.base", "lora.train"}
-MEASURED_ON_A_BASE = {"evaluator.py", "features.py", "teacher.py"}
+MEASURED_ON_A_BASE = {
+    "evaluator.py",
+    "features.py",
+    "output_meter.py",
+    "served_outputs.py",
+    "teacher.py",
+}
 """The files of ``lora.measure`` that run a base; the others measure files and servers."""
 ON_DEMAND = {"torch_truncation.py"}
 """Files that are loaded where a torch tensor is differentiated."""
@@ -337,6 +343,7 @@ PUBLIC = {
     "distil",
     "error_curve",
     "load",
+    "measure",
     "open_checkpoint",
     "read_statistics",
     "recompress",

@@ -110,8 +110,13 @@ def in_readme():
     (near,) = by_seed("smollm2 keep .99 distil 100")
     options = near["options"]
     yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
-    theirs, ours = (short(e2e.share(name, 1000).value) for name in ("Uni-LoRA", "LSR"))
-    yield f"In 1 kB other adapters keep as much, [Uni-LoRA {theirs}, LSR {ours}]"
+    names = ("Fisher core", "LSR", "Uni-LoRA")
+    cores, ours, theirs = (short(e2e.share(name, 1000).value) for name in names)
+    assert cores == ours
+    yield (
+        "In 1 kB other adapters keep as much of E2E, "
+        f"[Fisher cores and LSR {ours}, Uni-LoRA {theirs}]"
+    )
     yield (
         "Bars, and ± below, are the standard error over held-out texts, here "
         f"{e2e.about['examples']}."
@@ -120,7 +125,7 @@ def in_readme():
     assert sums["LSR in 3 kB, as compressed"]["exact"] == 0.0
     right = [percent(sums[name]["exact"]) for name in ("LSR in 3 kB, distilled", "the LoRA")]
     yield (
-        "on sums 3 kB of a LoRA solved no problem as compressed, "
+        "a 3 kB version without distillation solved no arithmetic problem, "
         f"[{right[0]} % distilled, the LoRA {right[1]} %]"
     )
 
@@ -130,7 +135,7 @@ def of_keep_nine_tenths():
     (row,) = by_seed("smollm2 keep .9")
     lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
     return (
-        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB, which keep "
+        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB and keeps "
         f"{percent(row['kept'])} %"
     )
 
@@ -236,10 +241,41 @@ def in_language_models():
 
 
 def of_written_texts():
-    for written, arm in ((WRITTEN, "none"), (CONTINUED, "few")):
-        found = record("written_texts")["bias"][arm]
-        assert WRITTEN_BIAS[written] == (round(found["mean"], 3), round(found["spread"], 3))
-    yield from ()
+    found = {
+        {"none": WRITTEN, "few": CONTINUED}[arm]: (
+            round(bias["mean"], 3),
+            round(bias["spread"], 3),
+            len(bias["by_task"]),
+        )
+        for arm, bias in record("written_texts")["bias"].items()
+    }
+    assert found == WRITTEN_BIAS
+    rows = record("written_texts")["rows"]
+    real, none = (
+        {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == arm}
+        for arm in ("real", "none")
+    )
+    yield (
+        f"With nothing given it keeps {none['sst2']} of SST-2's LoRA, where 100 prompts keep "
+        f"{real['sst2']}, and {none['e2e']} of E2E's, where they keep {real['e2e']}"
+    )
+    (fixed,) = (row for row in rows if row["arm"] == "none, fixed forms")
+    (cut,) = (row for row in rows if row["arm"] == "none, answers cut to length")
+    yield (
+        f"In six forms that were not chosen so it kept {short(fixed['real']['kept'], 3)} of "
+        "SST-2's, and with answers cut to the length of those that end, "
+        f"{short(cut['real']['kept'], 3)}"
+    )
+    (sst2,) = (row for row in rows if (row["task"], row["arm"]) == ("sst2", "none"))
+    yield (
+        f"{short(sst2['estimate']['effect'])} nats a token on texts that it wrote, "
+        f"{short(sst2['real']['effect'])} on real ones"
+    )
+    few = {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == "few"}
+    names = {"sst2": "SST-2", "e2e": "E2E"}
+    yield "From five prompts it keeps " + " and ".join(
+        f"{few[task]} of {name}'s" for task, name in names.items() if task in few
+    )
 
 
 def of_calibration():
@@ -287,8 +323,7 @@ def in_small_adapters():
         ("sums", "SVD", 30_000),
     ]
     yield (
-        "LSR is ahead from 3 kB on, but for sums in 30 kB, where truncated SVD is level, and ahead "
-        "or level in 1 kB"
+        "LSR leads from 3 kB up, except on sums at 30 kB (tied with SVD), and leads or ties in 1 kB"
     )
     ours = [short(task.share("LSR", 3000).value, 3) for task in tasks]
     yield f"it keeps {ours[0]} of E2E, {ours[1]} of extraction and {ours[2]} of sums"

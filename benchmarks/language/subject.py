@@ -160,7 +160,7 @@ def _calibrate(
 
 def judged(reference: Reference, written: Base) -> dict[str, Any]:
     """Return the share kept, and the nats lost on each held-out text, by which rivals compare."""
-    lost, n_matching = reference.compare_examples(written)
+    lost, n_matching, _ = reference.compare_examples(written)
     return {
         "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
         "error": ratio_standard_error(lost, reference.effects),

@@ -1,4 +1,4 @@
-"""A model that hears: what is kept of a LoRA that taught Whisper to write down dialled digits.
+"""Speech: what is kept of a LoRA that taught Whisper to write down dialled digits.
 
     python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json \\
         [--seeds 0 1] --work RUNS

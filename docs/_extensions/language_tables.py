@@ -192,6 +192,25 @@ def answers(results: dict[str, Any], *, task: str) -> Table:
     return tuple(head), lines
 
 
+def what_is_left(results: dict[str, Any]) -> Table:
+    """Tabulate what `measure` says of outputs that people get of a LoRA."""
+    verdicts = ("whole", "reduced", "damaged", "gone")
+    rows = sorted(results["rows"], key=lambda row: (verdicts.index(row["verdict"]), -row["kept"]))
+    lines = [
+        (
+            row["output"],
+            row["verdict"],
+            ", ".join(row["reasons"]) or "–",
+            f"{row['kept']:.3f} ± {row['standard_error']:.3f}",
+            f"{100 * row['agreement']:.0f} %",
+            f"{row['alike']} of {row['answered']}",
+        )
+        for row in rows
+    ]
+    head = ("", "verdict", "reasons", "share kept", "top predictions the LoRA's", "whole answers")
+    return head, lines
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-e2e": ("rivals.json", partial(kept_by_size, task="E2E")),
     "small-adapters-extraction": ("rivals.json", partial(kept_by_size, task="extraction")),
@@ -202,6 +221,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
     "by-model": ("by_model.json", by_model),
+    "what-is-left": ("wrecks.json", what_is_left),
     "written-texts": ("written_texts.json", written_texts),
     "answers-e2e": ("answers.json", partial(answers, task="E2E")),
     "answers-sums": ("answers.json", partial(answers, task="sums")),

@@ -86,6 +86,7 @@ def calibrate(
     # What is imported reads how much to say when it is imported.
     with tables.quiet(), needs("calibration", "peft"):
         from lsrdecomp.lora.base.calibrate import calibrate as run
+        from lsrdecomp.lora.base.dataset import PromptExample
         from lsrdecomp.lora.base.open_bases import load_base
         from lsrdecomp.lora.base.text_profile import TextProfile
         from lsrdecomp.lora.files import Journal
@@ -102,6 +103,7 @@ def calibrate(
     with texts_journal, follow(quiet=quiet) as show:
         examples = questions.read(base_model, seed=seed, journal=texts_journal, step=show)
         rounds = questions.batches(base_model, examples, settings, size=batch, seed=seed)
+        texts = [each for each in examples if isinstance(each, tuple | PromptExample)]
         statistics = run(
             base_model,
             rounds,
@@ -112,7 +114,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            text_profile=TextProfile.of(examples) if base_model.batches is None else None,
+            text_profile=TextProfile.of(texts) if texts else None,
             on_step=show,
         )
     _report(statistics, base_model, out)

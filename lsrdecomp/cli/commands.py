@@ -20,6 +20,7 @@ from lsrdecomp.cli.distil_command import distil
 from lsrdecomp.cli.finetune_command import finetune
 from lsrdecomp.cli.fleet_command import fleet
 from lsrdecomp.cli.layer_tables import checkpoint_table
+from lsrdecomp.cli.measure_command import measure
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
@@ -362,7 +363,19 @@ def _draw_shares(shares: Mapping[str, dict[float, float]], full_size: int, out: 
     typer.echo(f"\nWrote {out}: what is kept at other sizes.")
 
 
-ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fleet, demo)
+ALL = (
+    inspect,
+    calibrate,
+    compress,
+    measure,
+    distil,
+    curve,
+    verify,
+    export,
+    finetune,
+    fleet,
+    demo,
+)
 
 
 def _shares_by_size(kept: dict[str, Any], method: str, full_size: int) -> dict[float, float]:

@@ -175,7 +175,7 @@ def compress(
     if outputs.report is not None and "base" in given:
         # What a report shows, where no other number is asked for.
         given.setdefault("examples", 4 if to_source_format else 2)
-    merged_base = None  # of a method of PEFT whose ΔW is known only beside it
+    merged_base: str | None = None  # of a method of PEFT whose ΔW is known only beside it
     if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
         merged_base = given.pop("base")
     interface = DIRECTORY_OF_FILES if files else COMMAND_LINE

@@ -20,7 +20,12 @@ EXAMPLES = {
     ),
     "distil": ("distil small/ --teacher my-lora/ --base smollm2 --data prompts.jsonl --steps 100",),
     "curve": ("curve my-lora/ --out curve.png",),
-    "verify": ("verify my-lora/ small/", "verify my-lora/ small/ --base BASE --text lines.txt"),
+    "measure": (
+        "measure my-lora/ small/ --base BASE --data texts.jsonl --fail-below 0.95",
+        "measure my-lora/ merged/ --base BASE",
+        "measure my-lora/ http://127.0.0.1:8080 --base BASE",
+    ),
+    "verify": ("verify my-lora/ small/",),
     "export": ("export small/ --out small-lora/", "export small/ --out small.gguf --to gguf"),
     "finetune": (
         "finetune --model smollm2 --data train.jsonl --out my-lora/",
@@ -49,10 +54,10 @@ PANELS = {
         "Memory and time": "batch max-memory dtype device",
         "Output": "out quiet",
     },
-    "verify": {
-        "Answers": "base data text max-length truncate batch dtype",
-        "Servers": "server served-as",
-        "Output": "json wide all force",
+    "measure": {
+        "Outputs": "base data fail-below",
+        "Servers": "served-as",
+        "Output": "json sarif wide all force",
     },
     "fleet": {
         "Goal": "ratio params bytes rtol plan",

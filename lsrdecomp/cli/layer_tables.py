@@ -13,6 +13,7 @@ from lsrdecomp.lora.files.layer_names import common_prefix, module_role
 if TYPE_CHECKING:
     from lsrdecomp.lora.files import Checkpoint, LoraLayer
     from lsrdecomp.lora.measure import Verification
+    from lsrdecomp.lora.measure.layer_differences import LayerDifference
     from lsrdecomp.lora.measure.verify_files import LayerCheck
     from lsrdecomp.lora.search import LayerReport, Totals
 
@@ -159,6 +160,35 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
         SheetColumn("", 0, "left"): verdict,
     }
     return _sheet(result.layers, group_key, cells, each)
+
+
+def difference_table(layers: Sequence[LayerDifference], *, each: bool = False) -> Sheet:
+    """Return how far layers of another adapter or model are from a LoRA's, and what they look like.
+
+    Layers of one role that look alike share a row.
+    """
+
+    def group_key(layer: LayerDifference) -> Hashable:
+        return module_role(layer.name), layer.code
+
+    def error(group: list[LayerDifference]) -> str:
+        errors = [layer.relative_error for layer in group if layer.relative_error is not None]
+        return f"{max(errors):.3g}" if errors else "–"
+
+    def scale(group: list[LayerDifference]) -> str:
+        scales = [layer.scale for layer in group if layer.scale is not None]
+        if not scales:
+            return ""
+        low, high = f"{min(scales):.3g}", f"{max(scales):.3g}"
+        return low if low == high else f"{low} to {high}"
+
+    cells: dict[SheetColumn, Callable[[list[LayerDifference]], str]] = {
+        SheetColumn("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
+        SheetColumn("largest error"): error,
+        SheetColumn("scale", 2): scale,
+        SheetColumn("", 0, "left"): lambda group: group[0].code,
+    }
+    return _sheet(layers, group_key, cells, each)
 
 
 def group_name(names: Sequence[str], cut: int) -> str:

@@ -55,7 +55,8 @@ class Opening:
 
         ``base`` is for a method of PEFT whose ΔW is known only beside it.
         """
-        with nullcontext() if base is None else tables.quiet():
+        runs_peft = base is not None and lora.base.takes_base(adapter, name=self.name)
+        with tables.quiet() if runs_peft else nullcontext():  # which takes seconds to load
             return lora.base.open_adapter(
                 adapter,
                 base,

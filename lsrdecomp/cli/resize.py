@@ -230,6 +230,7 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
     if cut.by_energy is not None:
         figures["by_energy"] = asdict(cut.by_energy)
     if path is None:
+        tables.show(json, *_measured_sentences(cut))
         return figures | {"curve": _show_curve(cut, json)}
     return figures | {"file": str(path), "relative_error": _show_written(cut, path, json)}
 

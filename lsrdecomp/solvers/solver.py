@@ -24,11 +24,11 @@ class Status(Enum):
     """The end of a solve, in a sentence that helps.
 
     >>> Status.rank_reached.value
-    'The asked number of terms was computed; no error was asked for.'
+    'Computed the requested terms; no tolerance given.'
     """
 
     converged = "The error met the budget."
-    rank_reached = "The asked number of terms was computed; no error was asked for."
+    rank_reached = "Computed the requested terms; no tolerance given."
     rank_exhausted = (
         "Every allowed term was used and the error is still above the budget. "
         "Allow more terms, loosen the tolerance, or try another Kronecker shape."

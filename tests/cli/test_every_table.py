@@ -90,6 +90,7 @@ VERBS = {
     "compress": ("layer", "structure", "parameters", "weight error"),
     "compress --calibrated": ("layer", "structure", "parameters", "output error (est.)"),
     "verify": ("layer", "error"),
+    "measure": ("layer", "largest error", "scale"),
 }
 
 
@@ -111,6 +112,7 @@ def command(verb, written):
             ),
         ],
         "verify": ["verify", str(DEMO), str(written), "--quiet"],
+        "measure": ["measure", str(DEMO), str(written), "--quiet"],
     }[verb]
 
 

@@ -297,7 +297,7 @@ def _convert(file: Path, out: Path) -> None:
 
     # 1. transformers reads the numbers as float32, whatever bits the file has.
     source = str(file.parent)
-    options = {"gguf_file": file.name}
+    options: dict[str, Any] = {"gguf_file": file.name}
     try:
         dequantized = open_pretrained(AutoModelForCausalLM, source, dtype=torch.float32, **options)
         tokenizer = open_pretrained(AutoTokenizer, source, **options)

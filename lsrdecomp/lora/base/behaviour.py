@@ -37,6 +37,9 @@ class Behaviour:
     exact_match_rate: float | None = None
     """Share of examples with the same top class at every token; None if an example has one
     prediction."""
+    right: tuple[int, int, int] | None = None
+    """Examples that base, source and compressed answer as the data do, token by token; None where
+    the data hold no completions."""
 
     @property
     def kept(self) -> float | None:

@@ -53,7 +53,7 @@ CONTEXT_TOKENS = 16
 """Tokens of a random prompt, for a UNet or transformer alone."""
 
 
-class DiffusionParts(nn.ModuleDict):
+class _DiffusionParts(nn.ModuleDict):
     """The parts of a pipeline that a LoRA may adapt, the UNet or transformer among them."""
 
 
@@ -88,9 +88,9 @@ def open_diffusion(
             loader = library_class(diffusers, class_name, diffusers.ModelMixin)
             denoiser = loader.from_pretrained(directory, **options).to(device).eval()
             name = DENOISERS[0] if class_name.startswith("UNet") else DENOISERS[1]
-            parts = DiffusionParts({name: denoiser})
-            batches = partial(random_batches, name)
-            return _base_of(base, parts, name, batches, partial(module_names, None, parts, name))
+            parts = _DiffusionParts({name: denoiser})
+            batches = partial(_random_batches, name)
+            return _base_of(base, parts, name, batches, partial(_module_names, None, parts, name))
         pipeline = open_pretrained(
             diffusers.DiffusionPipeline,
             directory,
@@ -110,46 +110,46 @@ def open_diffusion(
         raise CheckpointError("the pipeline has neither unet nor transformer", path=base)
     name = names[0]
     loadable = getattr(pipeline, "_lora_loadable_modules", ())
-    parts = DiffusionParts(
+    parts = _DiffusionParts(
         {
             part: getattr(pipeline, part).eval()
             for part in dict.fromkeys([name, *loadable])
             if isinstance(getattr(pipeline, part, None), nn.Module)
         }
     )
-    batches = partial(drawn_batches, pipeline, name)
-    opened = _base_of(base, parts, name, batches, partial(module_names, pipeline, parts, name))
-    return replace(opened, pictures=partial(draw_pictures, pipeline))
+    batches = partial(_drawn_batches, pipeline, name)
+    opened = _base_of(base, parts, name, batches, partial(_module_names, pipeline, parts, name))
+    return replace(opened, pictures=partial(_draw_pictures, pipeline))
 
 
-def _base_of(base: str | Path, parts: DiffusionParts, name: str, batches: Any, names: Any) -> Base:
+def _base_of(base: str | Path, parts: _DiffusionParts, name: str, batches: Any, names: Any) -> Base:
     return Base(
         str(base),
         parts,
         None,
         Head.numbers,
-        outputs=partial(denoised, name),
+        outputs=partial(_denoised, name),
         batches=batches,
         module_names=names,
         measured_part=f"{name}.",
     )
 
 
-def parts_of(model: nn.Module) -> Any:
+def _parts_of(model: nn.Module) -> Any:
     """Return the parts of a base's model, without PEFT's wrapping."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
-def denoised(name: str, model: nn.Module, batch: Batch) -> Tensor:
+def _denoised(name: str, model: nn.Module, batch: Batch) -> Tensor:
     """Return what the UNet or transformer predicts for a batch of its arguments."""
-    output: Tensor = parts_of(model)[name](**model_inputs(batch), return_dict=False)[0]
+    output: Tensor = _parts_of(model)[name](**model_inputs(batch), return_dict=False)[0]
     return output
 
 
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def drawn_batches(
+def _drawn_batches(
     pipeline: Any, name: str, base: Base, items: Sequence[Item], size: int
 ) -> Iterator[Batch]:
     """Yield what the UNet or transformer is called with while the pipeline draws some images.
@@ -186,7 +186,7 @@ def _drawn_items(items: Sequence[Item]) -> list[Example]:
 def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> list[list[Row]]:
     """Draw images with the parts of a base, and return the calls of one part, by image."""
     calls: list[Row] = []
-    parts = parts_of(base.model)
+    parts = _parts_of(base.model)
     denoiser = parts[name]
     parameters = inspect.signature(type(denoiser).forward)
 
@@ -230,12 +230,12 @@ def _with_parts(pipeline: Any, parts: Any) -> Iterator[None]:
             setattr(pipeline, part, module)
 
 
-def draw_pictures(pipeline: Any, base: Base, examples: Sequence[Example]) -> list[bytes]:
+def _draw_pictures(pipeline: Any, base: Base, examples: Sequence[Example]) -> list[bytes]:
     """Draw the images of some prompts and seeds with the parts of a base, as PNG files."""
     pictures = []
     for example in examples:
         arguments = _call_arguments(pipeline, [example], output_type="pil")
-        with _with_parts(pipeline, parts_of(base.model)):
+        with _with_parts(pipeline, _parts_of(base.model)):
             (image,) = pipeline(**arguments, num_inference_steps=PICTURE_STEPS).images
         file = BytesIO()
         image.save(file, "PNG")
@@ -260,9 +260,9 @@ def _call_arguments(
     return {key: value for key, value in arguments.items() if key in known}
 
 
-def random_batches(name: str, base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+def _random_batches(name: str, base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of random latents for a UNet or transformer alone, at every noise level."""
-    denoiser = parts_of(base.model)[name]
+    denoiser = _parts_of(base.model)[name]
     images_at_a_time = max(1, size // NOISE_LEVELS)
     examples = _drawn_items(items)
     for start in range(0, len(examples), images_at_a_time):
@@ -321,8 +321,8 @@ def _random_rows(denoiser: Any, example: Example) -> list[Row]:
 # -- names of layers -------------------------------------------------------------------------------
 
 
-def module_names(
-    pipeline: Any, parts: DiffusionParts, name: str, checkpoint: Checkpoint
+def _module_names(
+    pipeline: Any, parts: _DiffusionParts, name: str, checkpoint: Checkpoint
 ) -> Mapping[str, str]:
     """Return the module of each layer of a LoRA file, as diffusers' own loader finds it.
 

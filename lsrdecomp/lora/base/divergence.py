@@ -14,9 +14,10 @@ from lsrdecomp.lora.base.base_model import Base, has_delta
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.forward import forward, forward_repeatable, predictions_at_a_time
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
+from lsrdecomp.lora.base.tokens import LOSS_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class _ReferenceBatch:
     batch: Batch
     form_logits: Callable[[], Tensor]  # returns (predictions, classes)
     counts: Tensor  # (examples,): predictions of each example
+    labels: Tensor | None  # (predictions,): the right tokens, where the batch says them
 
 
 class Reference:
@@ -46,6 +48,8 @@ class Reference:
         Predictions of each example.
     effects : Tensor, shape (examples,)
         Σ KL(source ‖ no ΔW) over the predictions of each example, nats.
+    n_right : tuple of int, or None
+        Examples that the base and the source answer as the data do, token by token.
 
     Raises
     ------
@@ -63,22 +67,32 @@ class Reference:
         self.head = source.head
         self._batches: list[_ReferenceBatch] = []
         counts: list[Tensor] = []
-        effects: list[Tensor] = []
+        effects: list[Tensor] = []  # of every prediction
+        base_right: list[Tensor] = []
+        lora_right: list[Tensor] = []
         for batch in batches:
             # 1. With ΔW. Logits are not held here, only a function that forms them again.
             output, form_logits = forward_repeatable(source, batch)
-            self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
+            labels = _right_tokens(batch, self.head)
+            reference = _ReferenceBatch(batch, form_logits, output.counts, labels)
+            self._batches.append(reference)
             counts.append(output.counts)
-            # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
-            #    standard error of a comparison needs no more.
+            # 2. Without ΔW, for the adapter's effect.
             with torch.no_grad(), without_delta(source.model):
                 plain = forward(source, batch)
-            effect = divergences(output.logits, plain.logits, self.head)
-            effects.append(sum_by_example(effect, output.counts))
+            effects.append(divergences(output.logits, plain.logits, self.head))
+            if labels is not None:
+                base_right.append(_is_right(plain.logits, labels))
+                lora_right.append(_is_right(output.logits, labels))
         if not counts or int(torch.cat(counts).sum()) == 0:
             raise CalibrationError("the data give nothing to predict")
         self.counts = torch.cat(counts)
-        self.effects = torch.cat(effects)
+        # Sums for each example are all that the standard error of a comparison needs. A GPU is
+        # waited for here, once.
+        self.effects = sum_by_example(torch.cat(effects).cpu(), self.counts)
+        self.n_right = None
+        if len(base_right) == len(self._batches):
+            self.n_right = self._n_right(base_right), self._n_right(lora_right)
 
     @property
     def examples(self) -> int:
@@ -107,7 +121,7 @@ class Reference:
         ShapeError
             If the two have logits of different shapes, such as for different classes.
         """
-        lost, n_matching = self.compare_examples(compressed)
+        lost, n_matching, n_right = self.compare_examples(compressed)
         n_predictions = int(self.counts.sum())
         agreement = None
         if self.head is not Head.numbers:
@@ -124,9 +138,10 @@ class Reference:
             effect=self.effect,
             standard_error=ratio_standard_error(lost, self.effects),
             exact_match_rate=exact_match_rate,
+            right=None if self.n_right is None else (*self.n_right, n_right),
         )
 
-    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor]:
+    def compare_examples(self, compressed: Base) -> tuple[Tensor, Tensor, int]:
         """Compare a compressed adapter's logits with the source's, example by example.
 
         Returns
@@ -135,6 +150,8 @@ class Reference:
             Σ KL(source ‖ compressed) over the predictions of each example, nats.
         n_matching : Tensor, shape (examples,)
             Predictions of each example whose top class is the same.
+        n_right : int
+            Examples that ``compressed`` answers as the data do.
 
         Raises
         ------
@@ -144,6 +161,7 @@ class Reference:
         # One batch at a time: the logits of all texts would not fit in memory.
         lost: list[Tensor] = []
         n_matching: list[Tensor] = []
+        right: list[Tensor] = []
         with torch.no_grad():
             for reference in self._batches:
                 expected = reference.form_logits()
@@ -152,17 +170,41 @@ class Reference:
                     raise ShapeError(
                         f"logits of shape {tuple(actual.shape)} against {tuple(expected.shape)}"
                     )
-                divergence = divergences(expected, actual, self.head)
-                lost.append(sum_by_example(divergence, reference.counts))
-                matches = (expected.argmax(-1) == actual.argmax(-1)).long().cpu()
-                n_matching.append(sum_by_example(matches, reference.counts))
-        return torch.cat(lost), torch.cat(n_matching)
+                lost.append(divergences(expected, actual, self.head))
+                n_matching.append((expected.argmax(-1) == actual.argmax(-1)).long())
+                if self.n_right is not None and reference.labels is not None:
+                    right.append(_is_right(actual, reference.labels))
+        # A GPU is waited for once, after the last batch.
+        return (
+            sum_by_example(torch.cat(lost).cpu(), self.counts),
+            sum_by_example(torch.cat(n_matching).cpu(), self.counts),
+            self._n_right(right) if right else 0,
+        )
+
+    def _n_right(self, is_right: Sequence[Tensor]) -> int:
+        """Return the number of examples of which all predictions are right."""
+        matches = sum_by_example(torch.cat(list(is_right)).cpu(), self.counts)
+        return int((matches == self.counts).sum())
+
+
+def _right_tokens(batch: Batch, head: Head) -> Tensor | None:
+    """Return the tokens that a batch of prompts and completions is to be answered with."""
+    if head is not Head.causal_lm or LOSS_MASK not in batch:
+        return None
+    mask = batch[LOSS_MASK][:, 1:].bool()
+    labels: Tensor = batch["input_ids"][:, 1:][mask]
+    return labels
+
+
+def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return 1 for each top prediction that is the right token, 0 for others."""
+    return (logits.argmax(-1) == labels.to(logits.device)).long()
 
 
 def divergences(
     expected: Tensor, actual: Tensor, head: Head, *, at_a_time: int | None = None
 ) -> Tensor:
-    """Return KL(expected ‖ actual) of every prediction in nats, in double precision on the CPU.
+    """Return KL(expected ‖ actual) of every prediction in nats, in double precision.
 
     Parameters
     ----------
@@ -178,7 +220,7 @@ def divergences(
     Tensor, shape (predictions,)
     """
     size = at_a_time or predictions_at_a_time(expected.shape[-1])
-    parts = [torch.zeros(0, dtype=torch.float64)]
+    parts: list[Tensor] = []
     for p, q in zip(torch.split(expected, size), torch.split(actual, size), strict=True):
         # In double precision: the divergence of nearly equal logits is below the rounding of
         # float32 logarithms.
@@ -188,7 +230,7 @@ def divergences(
         else:
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-        parts.append(divergence.cpu())
+        parts.append(divergence)
     return torch.cat(parts)
 
 

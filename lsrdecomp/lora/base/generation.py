@@ -96,6 +96,54 @@ def generate(
     return completions
 
 
+@torch.no_grad()
+def greedy_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch_size: int,
+) -> list[list[int]]:
+    """Return the greedy answer to each prompt as tokens, up to and with the one that ends a text.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Those of a causal language model.
+    prompts : sequence of sequences of int
+        Tokens, at least one each.
+    new_tokens : int
+        Maximum tokens of an answer.
+    batch_size : int
+        Prompts that are answered together; they are sorted by length.
+    """
+    end = tokenizer.eos_token_id
+    shortest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    with evaluation_mode(model, autocast=False) as device:
+        for start in range(0, len(prompts), batch_size):
+            chosen = shortest_first[start : start + batch_size]
+            width = len(prompts[chosen[-1]])
+            input_ids = torch.full((len(chosen), width), tokenizer.pad_token_id)
+            mask = torch.zeros_like(input_ids)
+            for row, i in enumerate(chosen):
+                input_ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
+                mask[row, width - len(prompts[i]) :] = 1
+            output = model.generate(
+                input_ids=input_ids.to(device),
+                attention_mask=mask.to(device),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=end,
+            )
+            for i, ids in zip(chosen, output[:, width:].tolist(), strict=True):
+                answers[i] = ids[: ids.index(end) + 1] if end in ids else ids
+    return answers
+
+
 @contextmanager
 def _own_seed(seed: int | None) -> Iterator[None]:
     """Seed torch's random numbers inside a ``with`` block; outside they go on as before."""

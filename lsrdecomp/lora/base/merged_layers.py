@@ -26,7 +26,8 @@ from transformers import AutoConfig
 from lsrdecomp.errors import CheckpointError, UnsupportedError, UnsupportedLayerError
 from lsrdecomp.gateway import MAX_NUMBERS, open_pretrained
 from lsrdecomp.lora.base.base_files import reachable_base
-from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta, open_base
+from lsrdecomp.lora.base.base_model import LOADERS, adapter_task, has_delta
+from lsrdecomp.lora.base.open_bases import open_base
 from lsrdecomp.lora.files.adapter_config import Config, check_carried
 from lsrdecomp.lora.files.format import PREFIX, make_checkpoint, open_bundle
 from lsrdecomp.lora.files.readers.peft_methods import SIZE_METHODS, layer_shapes
@@ -188,21 +189,25 @@ def _layer_update(name: str, module: BaseTunerLayer) -> LayerUpdate:
         if merged_bias is not None:
             merged_bias = merged_bias.detach().clone()
         module.unmerge()
-    if merged_bias is not None and bias is None:
-        raise ValueError("it gives the layer a bias, which the base has not")
-    is_moved = merged_bias is not None and not torch.equal(merged_bias, bias)
-    layer_type, kernel = "linear", ()
+    is_moved = False
+    if merged_bias is not None:
+        if bias is None:
+            raise ValueError("it gives the layer a bias, which the base has not")
+        is_moved = not torch.equal(merged_bias, bias)
+    layer_type = "linear"
+    kernel: tuple[int, ...] = ()
     if isinstance(geometry, EmbeddingGeometry):
         layer_type = "embedding"
     elif isinstance(geometry, ConvGeometry):
-        layer_type, kernel = "conv", geometry.weight_shape[2:]
+        layer_type = "conv"
+        kernel = geometry.weight_shape[2:]
     elif geometry.transposed:
         layer_type = "conv1d"
     return LayerUpdate(name, layer_type, kernel, delta, merged_bias if is_moved else None)
 
 
 @contextmanager
-def _in_double_precision(module: nn.Module) -> Iterator[None]:
+def _in_double_precision(module: Any) -> Iterator[None]:
     """Hold a layer in double precision inside a ``with`` block; set back the very tensors after.
 
     That includes what it shares with other layers, such as VeRA's projections.
@@ -231,7 +236,7 @@ def _shapes_in_base(
     Of the base only the config is read. None if a layer is none of `nn.Linear`.
     """
     found = reachable_base(base)
-    loader, _ = LOADERS[adapter_task(directory)]
+    loader: Any = LOADERS[adapter_task(directory)][0]
     try:
         with torch.device("meta"):
             of_base = open_pretrained(AutoConfig, found, trust_remote_code=trust)
@@ -254,14 +259,14 @@ def _shapes_in_base(
 
 def _on_zeros(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> PeftModel:
     """Return an adapter on Linear layers of zeros: merged, their weights are ΔW."""
-    config = PeftConfig.from_pretrained(str(directory))
-    for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
-        if hasattr(config, field):
-            setattr(config, field, None)
-    config.target_modules = [key.removeprefix(PREFIX) for key in shapes]  # type: ignore[attr-defined]
     try:
-        model = _linear_layers(shapes)
-        return PeftModel.from_pretrained(model, str(directory), config=config)  # type: ignore[arg-type]
+        config: Any = PeftConfig.from_pretrained(str(directory))
+        for field in ("task_type", "modules_to_save", "exclude_modules", "layers_to_transform"):
+            if hasattr(config, field):
+                setattr(config, field, None)
+        config.target_modules = [key.removeprefix(PREFIX) for key in shapes]
+        model: Any = _linear_layers(shapes)
+        return PeftModel.from_pretrained(model, str(directory), config=config)
     except (ValueError, RuntimeError, TypeError, LookupError) as error:
         raise CheckpointError(
             f"PEFT does not open it: {first_line(error)}", path=directory
@@ -399,7 +404,8 @@ def _lora_layer(update: LayerUpdate, parts: Mapping[str, StoredTensor]) -> LoraL
 
 def _beside_method(bundle: Bundle, model: PeftModel) -> dict[str, StoredTensor]:
     """Return the tensors of a file that are no part of its method: heads, biases, token rows."""
-    stem = re.match(r"[^_]*_", model.base_model.prefix)
+    tuner: Any = model.base_model
+    stem = re.match(r"[^_]*_", tuner.prefix)
     assert stem is not None
     of_method = re.compile(rf"(^|\.){stem[0]}")
     return {key: tensor for key, tensor in bundle.tensors.items() if of_method.search(key) is None}

@@ -81,25 +81,20 @@ def open_other(
     if not config_file.is_file():
         return None
     directory = reachable_base(base)
-    open_part = partial(open_pretrained, source=directory, trust_remote_code=trust_remote_code)
-    try:
-        config = open_part(AutoConfig)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    open_part = partial(_load, directory=directory, trust_remote_code=trust_remote_code)
+    config = open_part(AutoConfig)
     model_type = config.model_type
     options: dict[str, Any] = {"dtype": dtype}
     if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         model = open_part(AutoModelForSpeechSeq2Seq, **options)
         reader = _SoundReader(open_part(AutoFeatureExtractor))
-        return Base(str(base), model.to(device), reader, Head.seq2seq, batches=sound_batches)
+        return Base(str(base), model.to(device), reader, Head.seq2seq, batches=_sound_batches)
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         options |= head_options(adapter)
         model = open_part(AutoModelForImageClassification, ignore_mismatched_sizes=True, **options)
         processor = open_part(AutoImageProcessor)
         return Base(
-            str(base), model.to(device), processor, Head.classification, batches=image_batches
+            str(base), model.to(device), processor, Head.classification, batches=_image_batches
         )
     task_type = read_json(config_file).get("task_type")
     is_plain = set(config.architectures or ()) <= set(MODEL_MAPPING_NAMES.values())
@@ -109,6 +104,17 @@ def open_other(
     tokenizer = open_tokenizer(base, trust_remote_code=trust_remote_code)
     model.pools_first_token = _pools_first_token(Path(directory))
     return Base(str(base), model, tokenizer, Head.numbers, outputs=sentence_embedding)
+
+
+def _load(loader: Any, directory: str, **options: Any) -> Any:
+    """Return what a class of transformers reads; `CheckpointError` if it cannot."""
+    try:
+        return open_pretrained(loader, directory, **options)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        text = f"no base could be opened: {first_line(error)}"
+        raise CheckpointError(text, path=directory) from error
 
 
 def sentence_embedding(model: nn.Module, batch: Batch) -> Tensor:
@@ -131,7 +137,7 @@ def _pools_first_token(directory: Path) -> bool:
     return config.is_file() and bool(read_json(config).get("pooling_mode_cls_token"))
 
 
-def image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+def _image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of the images in some files."""
     from PIL import Image
 
@@ -143,7 +149,7 @@ def image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batc
         yield dict(base.tokenizer(images=images, return_tensors="pt"))
 
 
-def sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
+def _sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of the sounds in some files, with what the model writes down of them.
 
     A label is predicted at each of these tokens, so that no transcripts are needed.
@@ -185,7 +191,7 @@ class _SoundReader:
     def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
         """Return the inputs for some files."""
         rate = self.extractor.sampling_rate
-        sounds = [read_sound(path, rate) for path in files]
+        sounds = [_read_sound(path, rate) for path in files]
         return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
 
     @staticmethod
@@ -195,7 +201,7 @@ class _SoundReader:
         return int(min(MAX_NEW_TOKENS, positions // 2))
 
 
-def read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
+def _read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
     """Read a WAV file as one channel at a sampling rate, in −1 … 1.
 
     Raises

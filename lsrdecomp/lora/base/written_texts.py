@@ -11,8 +11,9 @@ A LoRA's effect is measured on texts that it meets. Who has none lets the model 
   after the token that begins a text.
 
 Answers are sampled from the LoRA at temperature 1, since the divergence of two adapters is a mean
-over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out. A model
-that answers with classes or numbers reads the sentences as they are.
+over what the LoRA says. Duplicates, empty answers and echoes of the prompt are left out, and where
+a LoRA goes on and on in a prompt unlike its own, its first line is kept. A model that answers with
+classes or numbers reads the sentences as they are.
 
 .. [1] R. Wang et al., Trans-LoRA: towards data-free transferable parameter efficient finetuning,
        2024.
@@ -42,7 +43,7 @@ from lsrdecomp.lora.base.texts import (
     Item,
     few_texts,
 )
-from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, model_inputs, prompt_text
+from lsrdecomp.lora.base.tokens import DEFAULT_PROMPT_LENGTH, prompt_text
 from lsrdecomp.lora.files.journal import Journal, content_key
 from lsrdecomp.lora.files.progress import Counter
 
@@ -97,34 +98,6 @@ N_WORDS = 6
 """Words after the sentence that are used, of those that are tried."""
 N_TRIAL_SENTENCES = 4
 """Sentences on which words are tried."""
-WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
-"""Heads of models that write texts."""
-FORMS = (
-    "{}\n",
-    "Question: {}\nAnswer:",
-    "Input: {} Output:",
-    "Text: {} Label:",
-    "{}",
-    "Instruction: {}\nResponse:",
-)
-"""Forms in which a sentence is put to any language model."""
-CHAT = ""
-"""Stands among forms for the tokenizer's chat template."""
-BEFORE = ("Text", "Input", "Question")
-"""Words before the sentence of a form, in turn."""
-AFTER = (
-    *("Answer", "Output", "Label", "Response", "Result", "Sentiment", "Category", "Class", "Topic"),
-    *("Summary", "Title", "Translation", "Intent", "Text", "Description", "Reply", "Assistant"),
-    *("Explanation", "Code", "SQL", "Entities", "Keywords", "Score", "Rating", "Emotion"),
-    *("Paraphrase", "Correction", "Hypothesis", "Conclusion", "Solution", "JSON", "Data"),
-)
-"""Words after the sentence of a form, before the answer."""
-N_FORMS = 6
-"""Forms that are used, of those that are tried."""
-N_TRIAL_SENTENCES = 4
-"""Sentences on which forms are tried."""
-N_TRIAL_WORDS = 3
-"""Words after the sentence that are tried with all words before it."""
 BACKWARDS = "Output: {}\nInput:"
 """What the base continues, to write a prompt backwards from an answer."""
 BACKWARDS_SHARE = 0.25
@@ -212,6 +185,7 @@ def _as_prompt(item: Item) -> PromptExample:
     """Return a given text as an example; a text without a prompt is all completion."""
     if isinstance(item, PromptExample):
         return item
+    assert isinstance(item, tuple)  # files and batches are of models that write no texts
     first, second = item
     if second is None:
         return PromptExample("", first, "a given text")
@@ -356,14 +330,16 @@ class _TextWriter:
         # 2. Keep what is about as long as the given prompts, and none of them.
         lengths = [len(core) - len(beginning) for core in cores]
         shortest, longest = min(lengths) // 2, 2 * max(lengths)
-        prompts = []
+        prompts: list[PromptExample] = []
         for text in written:
             core = text.split(end)[0].rstrip()
             body = f"{beginning}{core}{ending}"
             if core.strip() and shortest <= len(core) <= longest and body not in bodies:
                 prompts.append(_with_body(given[len(prompts) % len(given)], body))
-        # 3. Answer them; texts without prompts are written on from their first third.
-        return self._answer(prompts)
+        # 3. Answer them, in no more words than the given answers have; texts without prompts are
+        #    written on from their first third.
+        max_words = max(len(_answer_of(example).split()) for example in given)
+        return self._answer(prompts, max_words)
 
     # The forms in which the LoRA acts most.
 
@@ -409,27 +385,34 @@ class _TextWriter:
         """Return KL(LoRA ‖ base) of the token that follows each prompt."""
         model = self.source.model
         parts = []
+        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
         with mixed_precision(model), evaluation_mode(model, autocast=False) as device:
             for start in range(0, len(prompts), TRIAL_BATCH):
-                encoded = self.source.tokenizer(
-                    list(prompts[start : start + TRIAL_BATCH]),
-                    padding=True,
-                    padding_side="left",
-                    return_tensors="pt",
-                ).to(device)
+                batch = list(prompts[start : start + TRIAL_BATCH])
+                encoded = self.source.tokenizer(batch, **options).to(device)
+                mask = encoded["attention_mask"]
+                inputs = {"input_ids": encoded["input_ids"], "attention_mask": mask}
+                last = torch.arange(len(batch), device=device), mask.sum(1) - 1
                 with torch.no_grad():
-                    adapted = model(**model_inputs(encoded)).logits[:, -1]
+                    adapted = model(**inputs).logits[last]
                     with without_delta(model):
-                        plain = model(**model_inputs(encoded)).logits[:, -1]
+                        plain = model(**inputs).logits[last]
                 parts.append(divergences(adapted.float(), plain.float(), self.source.head))
-        return torch.cat(parts)
+        return torch.cat(parts).cpu()
 
-    def _answer(self, prompts: Sequence[PromptExample]) -> list[PromptExample]:
-        """Return prompts with the LoRA's answers, without empty ones and echoes."""
+    def _answer(
+        self, prompts: Sequence[PromptExample], max_words: int | None = None
+    ) -> list[PromptExample]:
+        """Return prompts with the LoRA's answers, without empty ones and echoes.
+
+        Answers that the LoRA has not ended have at most ``max_words``.
+        """
         completions = self._continue([self._prompt(each) for each in prompts], by_lora=True)
         answered = []
         for example, text in zip(prompts, completions, strict=True):
-            completion = self._ended(text)
+            completion = text
+            if not self._has_ended(text):
+                completion = _first_words(text, max_words)
             if not _is_answer(_body(example), completion):
                 continue
             if example.messages:
@@ -439,17 +422,9 @@ class _TextWriter:
                 answered.append(replace(example, completion=completion))
         return answered
 
-    def _ended(self, answer: str) -> str:
-        """Return an answer up to its first line, unless the model has ended it.
-
-        In prompts unlike its own a LoRA often does not end; what follows is no answer any more.
-        """
-        n_tokens = len(self.source.tokenizer(answer)["input_ids"])
-        if n_tokens < NEW_TOKENS - 2:
-            return answer
-        text = answer.lstrip()
-        space = answer[: len(answer) - len(text)]
-        return space + text.split("\n")[0]
+    def _has_ended(self, answer: str) -> bool:
+        """Return whether an answer is so short that the LoRA has ended it."""
+        return len(self.source.tokenizer(answer)["input_ids"]) < NEW_TOKENS - 2
 
     def _prompt(self, example: PromptExample) -> str:
         """Return what a model reads of an example before it answers."""
@@ -538,6 +513,21 @@ def _body(example: PromptExample) -> str:
     if contents:
         return contents[-1]
     return example.prompt or example.completion
+
+
+def _answer_of(example: PromptExample) -> str:
+    """Return the answer of an example."""
+    return example.messages[-1]["content"] if example.messages else example.completion
+
+
+def _first_words(answer: str, count: int | None) -> str:
+    """Return the first line of an answer, and no more words of it than so many.
+
+    In prompts unlike its own a LoRA often goes on and on; that is no answer any more.
+    """
+    text = answer.lstrip()
+    space = answer[: len(answer) - len(text)]
+    return space + " ".join(text.split("\n")[0].split(" ")[:count])
 
 
 def _with_body(example: PromptExample, body: str) -> PromptExample:

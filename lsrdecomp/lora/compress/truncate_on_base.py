@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCut:
+class _MeasuredCut:
     """A truncation that was written, and its behaviour on the selection data."""
 
     cut: Truncation
@@ -48,7 +48,7 @@ class MeasuredCut:
     behaviour: Behaviour
 
 
-class StatisticsByName(Mapping[str, "NormWeights"]):
+class _StatisticsByName(Mapping[str, "NormWeights"]):
     """Statistics under the names that layers have in a file.
 
     Parameters
@@ -83,7 +83,7 @@ class _CutsOnBase:
         self.evaluator = evaluator
         self.whole = whole
         self.folder = folder
-        self.measured: dict[tuple[int, ...], MeasuredCut] = {}
+        self.measured: dict[tuple[int, ...], _MeasuredCut] = {}
 
     def write(self, cut: Truncation, name: str) -> Path:
         """Write a truncation to the folder, in the format of the LoRA."""
@@ -91,7 +91,7 @@ class _CutsOnBase:
         suffix = cut.source.weights.suffix if is_file else ""
         return cut.save(self.folder / f"{name}{suffix}", force=True)
 
-    def measure(self, plan: CompressionPlan) -> MeasuredCut:
+    def measure(self, plan: CompressionPlan) -> _MeasuredCut:
         """Return the truncation to a plan, measured on the selection data."""
         cut = self.whole.resized(plan)
         if cut.ranks not in self.measured:
@@ -99,19 +99,19 @@ class _CutsOnBase:
             ratio = cut.parameters_before / max(1, cut.parameters)
             self.evaluator.announce(f"measuring version {number}, {ratio:.3g} times fewer numbers")
             path = self.write(cut, f"cut-{number}")
-            self.measured[cut.ranks] = MeasuredCut(cut, path, self.evaluator.measure(path))
+            self.measured[cut.ranks] = _MeasuredCut(cut, path, self.evaluator.measure(path))
         return self.measured[cut.ranks]
 
     @property
     def tried(self) -> tuple[Measurement, ...]:
         """Every truncation that was measured, in order."""
         return tuple(
-            Measurement(bytes_of(each.path), each.cut.parameters, each.behaviour.kept)
+            Measurement(_bytes_of(each.path), each.cut.parameters, each.behaviour.kept)
             for each in self.measured.values()
         )
 
 
-def bytes_of(path: Path) -> int:
+def _bytes_of(path: Path) -> int:
     """Return the bytes of a written adapter: its weight file, and a config in its directory."""
     return path.stat().st_size if path.is_file() else bytes_to_open(weight_file(path))
 
@@ -142,7 +142,7 @@ def truncate_on_base(
         folder = Path(name)
         # 1. The norm in which errors count.
         by_module = evaluator.statistics(Journal(folder / "journal"))
-        statistics = StatisticsByName(by_module, evaluator.base.names_in(checkpoint))
+        statistics = _StatisticsByName(by_module, evaluator.base.names_in(checkpoint))
         if not statistics:
             raise CalibrationError(f"the base runs none of the layers of {checkpoint.path}")
         options = {
@@ -183,7 +183,7 @@ def truncate_on_base(
 
 def _smallest(
     cuts: _CutsOnBase, request: Request, options: Mapping[str, object]
-) -> tuple[MeasuredCut, Behaviour, int]:
+) -> tuple[_MeasuredCut, Behaviour, int]:
     """Return the smallest truncation that keeps the share, and its behaviour on held-out data.
 
     Where it keeps less than was asked there, a larger one takes its place, as for other structures.
@@ -257,4 +257,4 @@ def _by_energy(cuts: _CutsOnBase, cut: Truncation) -> Measurement | None:
         return None
     path = cuts.write(plain, "by-energy")
     behaviour = cuts.evaluator.measure_held_out(path)
-    return Measurement(bytes_of(path), plain.parameters, behaviour.kept)
+    return Measurement(_bytes_of(path), plain.parameters, behaviour.kept)

@@ -129,7 +129,7 @@ def _component(config: Path) -> str | None:
 
 def _modules(path: Path) -> Iterator[tuple[str, Shape | None]]:
     """Yield the modules of one model, from its weight files or else from its config."""
-    files = _weight_files(path)
+    files = weight_files(path)
     if files:
         yield from _stored_modules(files)
         return
@@ -163,7 +163,7 @@ def _stored_modules(files: list[Path]) -> Iterator[tuple[str, Shape | None]]:
         yield "lm_head", tied
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a base; none where there is only a config."""
     if path.is_dir():
         singles = [path / name for name in SINGLE_FILES]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,16 @@ def is_gguf_adapter(path: Path) -> bool:
     except OSError:
         return False
     return start.startswith(b"GGUF") and ADAPTER_TYPE.encode() in start
+
+
+def gguf_type(path: Path) -> str:
+    """Return the type of most matrices of a model, such as Q4_K; empty for floats."""
+    reader = import_gguf().GGUFReader(path)
+    types = Counter(
+        tensor.tensor_type.name for tensor in reader.tensors if GGUF_NAME.match(str(tensor.name))
+    )
+    common = max(types, key=lambda name: types[name], default="")
+    return "" if common in (*PLAIN_TYPES, "BF16") else common
 
 
 def read_gguf(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -1,7 +1,7 @@
 """How much of a LoRA is left.
 
-`verify` measures its files, `Evaluator` runs it on a base, `ask_server` asks a server that has it.
-`verify` needs no torch.
+`measure` compares it with another adapter, a model that it was merged into, or a server; `verify`
+measures its files against their records and needs no torch; `Evaluator` serves a search.
 """
 
 import lazy_loader

@@ -5,6 +5,9 @@ from .evaluator import Evaluator as Evaluator
 from .fidelity import Fidelity as Fidelity
 from .fidelity import Measurement as Measurement
 from .fidelity import bias_text as bias_text
+from .meter import Comparison as Comparison
+from .meter import measure as measure
+from .symptoms import Reason as Reason
 from .verify_files import LayerCheck as LayerCheck
 from .verify_files import Verification as Verification
 from .verify_files import accept as accept

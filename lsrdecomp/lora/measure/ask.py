@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.errors import CheckpointError, needs
+from lsrdecomp.gateway import printable
 from lsrdecomp.lora.measure.server_client import Prompt, Token, connect
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def ask_server(
     adapted = [client.ask(prompt, adapted=True) for prompt in inputs]
     measured = ServerMeasurement(
         client.server,
-        client.adapter,
+        printable(client.adapter),
         prompts=len(inputs),
         noise=_distance(plain, again),
         effect=_distance(plain, adapted),

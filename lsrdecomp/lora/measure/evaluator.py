@@ -15,9 +15,8 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.base.base_files import resolved_base
 from lsrdecomp.lora.base.batch_rows import examples_in
-from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.calibrate import calibrate
-from lsrdecomp.lora.base.dataset import PromptExample
+from lsrdecomp.lora.base.dataset import DataError, PromptExample
 from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import generate
@@ -45,6 +44,11 @@ from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.lora.files.writing import weight_file
 from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity
+from lsrdecomp.lora.measure.output_meter import (
+    Meter,
+    default_batch,
+    evaluation_batches,
+)
 from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
@@ -55,9 +59,6 @@ if TYPE_CHECKING:
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.base.behaviour import Behaviour
-
-MIN_EFFECT = 1e-9
-"""Nats: a divergence below this is rounding."""
 
 MAX_TEXTS = 512
 """Maximum texts that calibration reads for the norm in which shapes are searched; by hand."""
@@ -114,8 +115,10 @@ class Evaluator:
     held_out, selection_texts, calibration_texts : list
         Texts for the final measurement, to select variants by (perhaps none), and for calibration
         and training.
+    meter : Meter
+        Compares with the LoRA on the held-out texts.
     reference : Reference
-        The LoRA's outputs on the held-out texts.
+        The LoRA's outputs on them.
     selection_reference : Reference
         The LoRA's outputs on the selection texts; without any, `reference`.
     monitors_by_selection : bool
@@ -154,10 +157,15 @@ class Evaluator:
         # 1. Open the base, once: adapters share its large weights.
         self.announce("opening the base")
         self.base, self.source = self._open(base, lora)
-        self.batch_size = self.settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
+        self.batch_size = self.settings.batch or default_batch(self.source)
         self._check_lengths(texts)
         # 2. Split the texts, of which the model writes more if they are too few.
         reads_texts = self.base.batches is None
+        if not texts and not reads_texts:
+            raise DataError(
+                f"{self.base.name} runs on no texts that it could write: give what it runs on by "
+                "--data (data= in Python), such as a folder of images or sounds"
+            )
         is_short = reads_texts and few_texts(texts)
         self.written = kind_of_written(self.source, texts) if is_short else None
         if self.written is None:
@@ -185,16 +193,11 @@ class Evaluator:
         # 3. Run the LoRA, once: every variant is compared with its outputs.
         n_texts = len(self.held_out) + len(self.selection_texts)
         self.announce(f"the LoRA's own answers to {n_texts} held-out examples")
-        self.reference = Reference(self.source, self.batches(self.held_out))
+        self.meter = Meter(self.source, self.held_out, self.settings)
+        self.reference = self.meter.reference
         self.selection_reference = self.reference
         if self.selection_texts:
             self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
-        if not self.reference.effect > MIN_EFFECT:
-            raise LsrError(
-                "the adapter changes no output on these data (divergence "
-                f"{self.reference.effect:.2g} nats): there is no effect to keep; give data of the "
-                "task it was trained for"
-            )
 
     def _hold_out(
         self, texts: Sequence[Item], max_share: float = 0.25
@@ -229,7 +232,7 @@ class Evaluator:
         """Raise `DataError` if any prompt is too long, before work is done on the others."""
         if self.source.head is Head.causal_lm and self.source.batches is None:
             prompts = [text for text in texts if isinstance(text, PromptExample)]
-            tokenize(prompts, self.source.tokenizer, **self._length_limits)
+            tokenize(prompts, self.source.tokenizer, **self.settings.prompt_limits)
 
     def announce(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         """Tell ``on_step`` which stage the work is at, and how much of it is done."""
@@ -237,30 +240,8 @@ class Evaluator:
             self.on_step(ProgressUpdate(stage, done, total, unit))
 
     def batches(self, texts: Sequence[Item], size: int | None = None) -> Iterator[Batch]:
-        """Yield batches of texts of similar length; the same texts give the same batches."""
-        size = size or self.batch_size
-        if self.source.batches is not None:
-            yield from self.source.batches(self.source, texts, size)
-            return
-        seed = self.settings.seed
-        by_length = sorted(texts, key=n_characters)
-        for start in range(0, len(by_length), size):
-            items = by_length[start : start + size]
-            prompts = [item for item in items if isinstance(item, PromptExample)]
-            pairs = [item for item in items if isinstance(item, tuple)]
-            if prompts:
-                yield from prompt_batches(
-                    self.source, prompts, size=size, seed=seed, **self._length_limits
-                )
-            if pairs:
-                max_length = self.settings.max_length
-                yield from text_batches(
-                    self.source, pairs, size=size, seed=seed, max_length=max_length
-                )
-
-    @property
-    def _length_limits(self) -> dict[str, Any]:
-        return {"max_length": self.settings.max_length, "truncate": self.settings.truncate}
+        """Return batches of texts of similar length; the same texts give the same batches."""
+        return evaluation_batches(self.source, texts, self.settings, size or self.batch_size)
 
     def measure(self, written: Path) -> Behaviour:
         """Compare a written variant with the LoRA on the selection texts."""
@@ -269,7 +250,7 @@ class Evaluator:
     def measure_held_out(self, written: Path) -> Behaviour:
         """Compare a written variant with the LoRA on the held-out texts."""
         self.announce("measuring what it keeps on held-out texts")
-        return self.reference.compare(self.base.with_adapter(written))
+        return self.meter.compare(self.base.with_adapter(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
         """Return the answers of the LoRA and of a written variant to the first held-out texts.
@@ -451,7 +432,18 @@ class Evaluator:
             Name of the texts.
         **annotations
             Further fields of `Fidelity`.
+
+        Notes
+        -----
+        Costs the LoRA's own answers to the held-out prompts, once, and a forward pass over them.
         """
+        if self.written is not None:  # the completions are the LoRA's own
+            behaviour = replace(behaviour, right=None)
+        if self.meter.prompts:
+            self.announce("comparing whole answers")
+            variant = self.base.with_adapter(written)
+            n_matching, answered = self.meter.whole_answers(variant)
+            annotations |= {"n_matching": n_matching, "answered": answered}
         return Fidelity.of(
             behaviour,
             data=data,

@@ -10,9 +10,13 @@ from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
 
-WRITTEN_BIAS = {WRITTEN: (0.0, 0.0), CONTINUED: (0.0, 0.0)}
-"""Mean and spread, over tasks and draws, of the share estimated on texts that a model wrote less
-the share on real texts: ``bias`` in ``benchmarks/results/written_texts.json``."""
+WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
+    WRITTEN: (0.005, 0.017, 2),
+    CONTINUED: (-0.018, 0.0, 1),
+}
+"""Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
+that a model wrote less the share on real texts: ``bias`` in
+``benchmarks/results/written_texts.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Fidelity(Behaviour):
     requested : float, optional
         The share that was asked for.
     answered : int
-        Held-out texts on which answers, classes or completions, were compared.
+        Held-out texts whose whole answers, classes or greedy completions, were compared.
     n_matching : int
         Texts among them to which variant and LoRA have the same answer.
     written : str, optional
@@ -140,6 +144,11 @@ class Fidelity(Behaviour):
         kind = "examples" if has_numbers else "texts"
         return f"{self.examples} held-out {kind} of {self.data}"
 
+    @property
+    def matching_interval(self) -> tuple[float, float] | None:
+        """The interval of two standard errors around the share of equal whole answers, Wilson's."""
+        return wilson_interval(self.n_matching, self.answered) if self.answered else None
+
     def sentence(self) -> str:
         """Return what is kept as one sentence, without its subject."""
         kept, divergence, *others = self._clauses()
@@ -162,8 +171,9 @@ class Fidelity(Behaviour):
         clauses = [
             f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {self.texts}",
             f"{divergence}, {self.effect:.3g} without an adapter{self._agreement_text()}",
-            files,
         ]
+        if self.bytes_after:  # a server has none
+            clauses.append(files)
         if self.written is not None:
             clauses.append(bias_text(self.written))
         if self.distilled:
@@ -177,13 +187,19 @@ class Fidelity(Behaviour):
             text += f"; top prediction agrees on {100 * self.agreement:.0f} %"
         text += self.exact_match_text()
         if self.answered:
-            text += f"; the same answer to {self.n_matching} of {self.answered} texts"
+            low, high = wilson_interval(self.n_matching, self.answered)
+            text += f"; the same whole answer to {self.n_matching} of {self.answered} texts"
+            text += f" ({100 * low:.0f} to {100 * high:.0f} %)"
+        if self.right is not None and any(self.right):
+            base, lora, variant = self.right
+            text += f"; right answers: base {base}, LoRA {lora}, this {variant} of {self.examples}"
         return text
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file, the sentence among them."""
         values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
         values["exact_match_error"] = self.exact_match_error
+        values["alike_interval"] = self.matching_interval
         return {"kept": self.kept, **values, "sentence": self.sentence()}
 
 
@@ -191,11 +207,26 @@ def bias_text(written: str) -> str:
     """Return how far estimates on written texts lay from the shares on real ones."""
     if written not in WRITTEN_BIAS:
         return "how far this is from the share on texts of its task is not known"
-    bias, spread = WRITTEN_BIAS[written]
+    bias, spread, n_tasks = WRITTEN_BIAS[written]
+    if n_tasks == 1:  # one draw has no spread
+        points = f"{100 * bias:+.1f} points"
+        return f"on one task such an estimate less the share on real texts was {points}"
     return (
-        f"on four tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
+        f"on {n_tasks} tasks such estimates less the share on real texts were {100 * bias:+.1f} ± "
         f"{100 * spread:.1f} points"
     )
+
+
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Return the interval of 95 % for a share of which ``count`` of ``total`` were seen.
+
+    >>> [round(end, 3) for end in wilson_interval(30, 32)]
+    [0.799, 0.983]
+    """
+    from scipy.stats import binomtest  # takes a while to load
+
+    interval = binomtest(count, total).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def share_kept(behaviour: Behaviour) -> float:

@@ -28,7 +28,9 @@ FEWEST_LOGPROBS = 5
 """The most that some OpenAI servers give."""
 
 
-def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
+def connect(
+    url: str, adapter: str | None, file: Path, *, needs_base: bool = True
+) -> LlamaCpp | OpenAi:
     """Find out which server answers, and which of its adapters is meant.
 
     Parameters
@@ -40,6 +42,9 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
         name.
     file : Path
         The adapter as it lies here.
+    needs_base : bool
+        Whether a server that has one model alone is refused: it cannot be asked without the
+        adapter.
 
     Raises
     ------
@@ -58,7 +63,7 @@ def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
     if isinstance(adapters, list):
         return _llama_cpp(root, adapters, adapter, file)
     models = _request(f"{root}/v1/models")
-    return _openai(root, models, adapter, file)
+    return _openai(root, models, adapter, file, needs_base=needs_base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +82,7 @@ class LlamaCpp:
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """Return log-probabilities of the likeliest next tokens."""
-        scales = dict.fromkeys(self.numbers, 0.0)
-        if adapted:
-            # One that is off in the server is asked for at full scale
-            scales[self.number] = self.scale or 1.0
-        fields = {
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "n_predict": 1,
-            "temperature": 0,
-            "n_probs": MAX_LOGPROBS,
-            "cache_prompt": False,
-            "lora": [{"id": number, "scale": scale} for number, scale in scales.items()],
-        }
+        fields = {**self._fields(prompt, adapted=adapted), "n_predict": 1, "n_probs": MAX_LOGPROBS}
         reply = _request(f"{self.root}/completion", fields)
         try:
             tokens = reply["completion_probabilities"][0]["top_logprobs"]
@@ -96,10 +90,30 @@ class LlamaCpp:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise LsrError(f"{self.root}/completion: no log-probabilities in its answer") from error
 
+    def complete(self, prompt: Prompt, new_tokens: int) -> str:
+        """Return the greedy answer with the adapter."""
+        fields = {**self._fields(prompt, adapted=True), "n_predict": new_tokens}
+        return str(_request(f"{self.root}/completion", fields).get("content", ""))
+
+    def _fields(self, prompt: Prompt, *, adapted: bool) -> dict[str, Any]:
+        """Return what every request says; an adapter that is off there is asked for at 1."""
+        scales = dict.fromkeys(self.numbers, 0.0)
+        if adapted:
+            scales[self.number] = self.scale or 1.0
+        return {
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "temperature": 0,
+            "cache_prompt": False,
+            "lora": [{"id": number, "scale": scale} for number, scale in scales.items()],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class OpenAi:
-    """A server with OpenAI's completions, such as vLLM: an adapter is a model of its own."""
+    """A server with OpenAI's completions, such as vLLM: an adapter is a model of its own.
+
+    ``base`` is empty where the server has no other model.
+    """
 
     root: str
     base: str
@@ -109,14 +123,8 @@ class OpenAi:
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
         """Return log-probabilities of the likeliest next tokens."""
-        fields = {
-            "model": self.adapter if adapted else self.base,
-            "max_tokens": 1,
-            "temperature": 0,
-            "seed": 0,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        }
-        reply = self._complete(fields)
+        model = self.adapter if adapted else self.base
+        reply = self._complete(_openai_fields(model, prompt, new_tokens=1))
         try:
             likeliest = reply["choices"][0]["logprobs"]["top_logprobs"][0]
             return {_token(key): float(value) for key, value in likeliest.items()}
@@ -124,6 +132,15 @@ class OpenAi:
             raise LsrError(
                 f"{self.root}/v1/completions: no log-probabilities in its answer"
             ) from error
+
+    def complete(self, prompt: Prompt, new_tokens: int) -> str:
+        """Return the greedy answer with the adapter."""
+        fields = _openai_fields(self.adapter, prompt, new_tokens=new_tokens)
+        reply = _request(f"{self.root}/v1/completions", fields)
+        try:
+            return str(reply["choices"][0]["text"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise LsrError(f"{self.root}/v1/completions: no text in its answer") from error
 
     def _complete(self, fields: Mapping[str, Any]) -> Any:
         """Return the reply to the first request that the server does not refuse.
@@ -144,6 +161,17 @@ class OpenAi:
         raise LsrError(refusal)
 
 
+def _openai_fields(model: str, prompt: Prompt, *, new_tokens: int) -> dict[str, Any]:
+    """Return what a request for greedy completions says."""
+    return {
+        "model": model,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "seed": 0,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+    }
+
+
 def _token(key: str) -> Token:
     """Return the number of a token that is named by it, else its text."""
     number = key.removeprefix("token_id:")
@@ -152,20 +180,24 @@ def _token(key: str) -> Token:
 
 def _llama_cpp(root: str, adapters: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
     by_number = {entry["id"]: entry for entry in adapters if _has_id(entry, int)}
-    names = {number: str(entry.get("path", number)) for number, entry in by_number.items()}
+    names = {
+        number: printable(str(entry.get("path", number))) for number, entry in by_number.items()
+    }
     number = _choose(root, names, adapter, file)
     scale = by_number[number].get("scale")
     set_scale = float(scale) if isinstance(scale, int | float) else None
     return LlamaCpp(root, tuple(names), number, names[number], set_scale)
 
 
-def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
+def _openai(root: str, reply: Any, adapter: str | None, file: Path, *, needs_base: bool) -> OpenAi:
     data = reply.get("data") if isinstance(reply, dict) else None
     models = [entry for entry in data if _has_id(entry, str)] if isinstance(data, list) else []
+    if len(models) == 1 and not needs_base:
+        return OpenAi(root, "", models[0]["id"])
     if len(models) < 2:
         raise LsrError(
-            f"{root}/v1/models names {len(models)} models; "
-            "an adapter that is served is named beside its base"
+            f"{root}/v1/models names {len(models)} models; an adapter that is served is named "
+            "beside its base, and a model alone is compared with one here: give --base"
         )
     parents = {model["id"]: model.get("parent") for model in models}
     # Adapters have a parent; of a server that names none the first model is the base

@@ -205,7 +205,7 @@ def verify(
         source = in_diffusers_names(source)
         written = in_diffusers_names(written, known={layer.name for layer in source.layers})
     # 2. Measure every layer of the source.
-    names = _source_names(source, written)
+    names = source_names(source, written)
     check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
     checks = []
@@ -407,7 +407,7 @@ def check_layers(
             raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
-def _source_names(source: Checkpoint, written: Checkpoint) -> dict[str, str]:
+def source_names(source: Checkpoint, written: Checkpoint) -> dict[str, str]:
     """Return the source's names of layers that a kohya file calls by their flattened ones."""
     names: dict[str, str] = {}
     if written.format != "kohya":

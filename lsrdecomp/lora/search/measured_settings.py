@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from lsrdecomp.fields import ON_COMMAND_LINE, SHARE, Settings, one_of, settings, whole_number
 from lsrdecomp.lora.search.plan import ON_DEVICE, TRAINING
@@ -65,6 +65,11 @@ class EvaluatorSettings(Settings):
         ON_COMMAND_LINE,
         "Run program code that the base brings (remote code); without, such a base is refused.",
     ] = False
+
+    @property
+    def prompt_limits(self) -> dict[str, Any]:
+        """How long prompts may be, as `lora.base.tokens.tokenize` takes it."""
+        return {"max_length": self.max_length, "truncate": self.truncate}
 
 
 @settings

@@ -157,6 +157,14 @@ class Request:
             )
         # 2. Refuse what the route does not read.
         _refuse_unread(given, plan, goal, route, interface)
+        model = given.get("base")
+        is_own = model is not None and not isinstance(model, str | Path)
+        # A base of texts writes them where none are given.
+        if is_own and getattr(model, "batches", True) is not None and "data" not in given:
+            raise BudgetError(
+                f"what is kept of a model of your own is measured on batches: give {data} with "
+                f"{base}"
+            )
         # 3. Make plan and settings, which check their values.
         return cls._with_checked_values(given, plan, goal, route)
 

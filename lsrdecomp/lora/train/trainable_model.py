@@ -65,7 +65,7 @@ def open_model(
     if outputs is None:
         model, tokenizer = load_model(AutoModelForCausalLM, base, **options)
     else:
-        head = {"num_labels": outputs, "ignore_mismatched_sizes": True}
+        head: dict[str, Any] = {"num_labels": outputs, "ignore_mismatched_sizes": True}
         model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.

@@ -308,7 +308,7 @@ def test_the_command_line_reads_cuts_exports_and_verifies_any_method(base, adapt
     assert isinstance(run("compress", adapter, *asked, "--force").exception, NeedsBaseError)
     # A base alone has no use for a source that is a LoRA.
     refusal = run("verify", lora, cut, *on_base).exception
-    assert "answers are compared on a base" in str(refusal)
+    assert "outputs are compared by lsrdecomp measure" in str(refusal)
 
 
 def test_what_is_kept_of_any_method_is_measured_on_its_base(base, adapter_of, tmp_path):

@@ -148,27 +148,25 @@ def test_no_texts_are_no_answer(classifier):
         Reference(source, [])
 
 
-def test_verify_on_the_command_line(classifier, tmp_path):
+def test_measure_on_the_command_line(classifier, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(text for text, _ in TEXTS))
-    arguments = ["verify", classifier / "lora", classifier / "lsr", "--base", classifier / "base"]
-    done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines)])
-    assert done.exit_code == 0, done.output
+    arguments = ["measure", classifier / "lora", classifier / "lsr", "--base", classifier / "base"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--data", str(lines)])
     found = behaviour(classifier, "lsr")
-    kl = f"KL to the source {found.kl:.4g} nats per example, on 20 examples"
-    assert f"{kl}; {found.effect:.4g} without an adapter." in done.stdout
     share = f"{100 * found.kept:.1f} ± {100 * found.standard_error:.1f} %"
-    assert f"Keeps {share} of the source's effect." in done.stdout
-    assert f"The top prediction agrees on {100 * found.agreement:.1f} %." in done.stdout
-    done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
-    answers = json.loads(done.stdout)["answers"]
+    assert f"keeps {share} of the LoRA's effect on 20 held-out texts of lines.txt" in done.stdout
+    kl = f"KL to the LoRA {found.kl:.3g} nats per example, {found.effect:.3g} without an adapter"
+    assert f"{kl}; top prediction agrees on {100 * found.agreement:.0f} %" in done.stdout
+    done = CliRunner().invoke(app, [*map(str, arguments), "--data", str(lines), "--json", "-"])
+    answers = json.loads(done.stdout)["fidelity"]
     assert answers["kl"] == pytest.approx(found.kl, rel=1e-6)
     # It is one minus a ratio of two such figures.
     assert answers["kept"] == pytest.approx(found.kept, abs=2e-6)
 
 
-def test_a_base_without_texts_is_refused(classifier):
+def test_verify_runs_no_base(classifier):
     arguments = ["verify", str(classifier / "lora"), str(classifier / "lsr"), "--base", "anything"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, LsrError)
-    assert "give --base with --data FILE.jsonl or --text FILE" in str(done.exception)
+    assert "outputs are compared by lsrdecomp measure" in str(done.exception)

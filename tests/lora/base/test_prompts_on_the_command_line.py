@@ -78,7 +78,7 @@ def test_statistics_say_what_they_are_of_and_what_the_adapter_does(place, tmp_pa
     assert one["base"] == str(place / "base")
     assert one["texts"] != other["texts"]
     arguments = (
-        "verify",
+        "measure",
         place / "lora",
         place / "lora",
         "--base",
@@ -87,7 +87,7 @@ def test_statistics_say_what_they_are_of_and_what_the_adapter_does(place, tmp_pa
         tmp_path / "v.json",
     )
     run(*arguments, *data)
-    effect = json.loads((tmp_path / "v.json").read_text())["answers"]["effect"]
+    effect = json.loads((tmp_path / "v.json").read_text())["fidelity"]["effect"]
     assert one["effect"] == pytest.approx(effect, rel=1e-4)
     assert effect > 0.0
 
@@ -117,9 +117,9 @@ def test_the_base_may_be_held_in_bfloat16(place, tmp_path):
         assert 0.0 < ((half - whole) ** 2).sum() < 0.1 * (whole**2).sum()
 
 
-def test_verify_compares_answers_on_completions(place, tmp_path):
+def test_measure_compares_outputs_on_completions(place, tmp_path):
     arguments = (
-        "verify",
+        "measure",
         place / "lora",
         place / "lsr",
         "--base",
@@ -129,7 +129,7 @@ def test_verify_compares_answers_on_completions(place, tmp_path):
     )
     done = run(*arguments, "--data", place / "rows.jsonl")
     assert done.exception is None, done.output
-    answers = json.loads((tmp_path / "v.json").read_text())["answers"]
+    answers = json.loads((tmp_path / "v.json").read_text())["fidelity"]
     assert answers["answers"] == 6 * (2 + 3 + 4 + 5)
     assert answers["unit"] == "token"
     assert answers["kl"] > 0.0

@@ -52,6 +52,31 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
     assert one.standard_error == pytest.approx(other.standard_error, rel=1e-2)
 
 
+def test_right_answers_are_those_that_the_data_have_token_by_token(tmp_path):
+    folder = write_directories(tmp_path, "CAUSAL_LM")
+    source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
+    prompts = torch.tensor([[3, 4 + i, 5 + 2 * i] for i in range(12)])
+
+    def likeliest(model):
+        with torch.no_grad():
+            return model(input_ids=prompts).logits[:, -1].argmax(-1)
+
+    answers = likeliest(source.model)
+    with source.model.disable_adapter():
+        by_base = likeliest(source.model)
+    batch = {
+        "input_ids": torch.cat([prompts, answers[:, None]], 1),
+        "attention_mask": torch.ones(12, 4, dtype=torch.long),
+    }
+    assert Reference(source, [batch]).compare(written).right is None  # nothing is a completion
+    batch["loss_mask"] = torch.tensor([[0, 0, 0, 1]] * 12)
+    expected = [int((each == answers).sum()) for each in (by_base, answers)]
+    by_written = int((likeliest(written.model) == answers).sum())
+    found = Reference(source, [batch]).compare(written)
+    assert found.right == (*expected, by_written)
+    assert expected[1] == 12 > by_written
+
+
 def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
     write_directories(tmp_path, "CAUSAL_LM")
     config = LoraConfig(

@@ -135,7 +135,7 @@ def test_a_fidelity_says_in_words_and_numbers_what_was_measured() -> None:
     compared = Fidelity.of(
         behaviour, data="a.jsonl", base="b", **files, answered=32, n_matching=30, head_bytes=3100
     )
-    assert "; the same answer to 30 of 32 texts)" in compared.sentence()
+    assert "; the same whole answer to 30 of 32 texts (80 to 98 %))" in compared.sentence()
     assert compared.sentence().endswith("(both include the 3.1 kB of other modules)")
     trained = Fidelity.of(behaviour, data="a.jsonl", base="b", **files, distilled=40)
     assert trained.sentence() == f"{plain.sentence()} · distilled for 40 steps"

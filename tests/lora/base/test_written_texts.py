@@ -15,8 +15,8 @@ from tiny_language_model import make_base, make_lora  # noqa: E402
 
 from lsrdecomp.errors import LsrError  # noqa: E402
 from lsrdecomp.lora.base import written_texts  # noqa: E402
-from lsrdecomp.lora.base.base_model import load_base  # noqa: E402
 from lsrdecomp.lora.base.dataset import PromptExample  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 from lsrdecomp.lora.base.written_texts import write_texts  # noqa: E402
 from lsrdecomp.lora.files import Journal  # noqa: E402
 
@@ -177,3 +177,36 @@ def test_the_sentences_are_different_short_and_about_many_things():
     random.Random(0).shuffle(sentences)
     firsts = {sentence.split()[0] for sentence in sentences}
     assert len(firsts) > 60
+
+
+def test_sentences_have_the_words_after_which_the_lora_acts_most(source, monkeypatch):
+    def by_word(_writer, prompts):
+        return torch.tensor([2.0 if p.endswith(("Rating:", "SQL:")) else 0.1 for p in prompts])
+
+    monkeypatch.setattr(written_texts, "N_WORDS", 2)
+    monkeypatch.setattr(written_texts._TextWriter, "_first_token_divergences", by_word)
+    prompts = [text.prompt for text in write_texts(source, seed=0, count=60)]
+    ended = [prompt for prompt in prompts if prompt.endswith(("Rating:", "SQL:"))]
+    assert len(ended) > 20
+    assert not any(prompt.endswith("Label:") for prompt in prompts)
+
+
+def test_of_answers_that_do_not_end_the_first_line_is_kept(source, monkeypatch):
+    monkeypatch.setattr(written_texts, "BEGINNINGS_SHARE", 0.0)  # of whole texts
+    monkeypatch.setattr(written_texts, "NEW_TOKENS", 6)
+    answers = [" one two", " one two three four five six", " six\nfive four three two one"]
+    monkeypatch.setattr(
+        written_texts,
+        "generate",
+        lambda _model, _tokenizer, prompts, **_options: [
+            answers[number % 3] for number in range(len(prompts))
+        ],
+    )
+    completions = {text.completion for text in write_texts(source, seed=0, count=60)}
+    assert completions == {" one two", " one two three four five six", " six"}
+
+
+def test_answers_like_given_ones_are_no_longer_than_they_unless_they_end(source):
+    texts = write_texts(source, GIVEN, seed=0, count=40)
+    lengths = [len(text.completion.split()) for text in texts]
+    assert set(lengths) <= {1, 2}  # a given answer has one word, and two end

@@ -12,9 +12,11 @@ from peft import LoraConfig  # noqa: E402
 from peft.utils import get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
 from benchmarks.images.shapes import tokenizer  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError  # noqa: E402
 from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
@@ -178,6 +180,23 @@ def test_a_report_shows_base_lora_and_small_side_by_side(folder, tmp_path):
     assert page.count("data:image/png;base64,") == 6
     assert "small.safetensors" in page
     assert "http" not in page.split("</style>")[1]
+
+
+def test_one_command_writes_a_file_and_a_page(folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a small red circle\na large blue cross\n")
+    words = ["compress", folder / "style.safetensors", "--base", folder / "pipeline"]
+    words += ["--data", tmp_path / "prompts.txt", "--keep", 0.7, "--held-out", 8, "--batch", 64]
+    words += ["--out", tmp_path / "small.safetensors", "--report", tmp_path / "small.html"]
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "of the LoRA's effect on 8 held-out examples of prompts.txt" in said
+    assert "Cut by the weights alone to as many numbers it keeps" in said
+    assert "4 layers are copied as they are" in said
+    assert "Used truncated SVD with one global threshold" not in said
+    assert open_checkpoint(tmp_path / "small.safetensors", carry=True).layers
+    page = (tmp_path / "small.html").read_text()
+    assert page.count("data:image/png;base64,") == 12
 
 
 def test_a_unet_alone_runs_on_random_latents(folder, tmp_path):

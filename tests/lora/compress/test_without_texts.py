@@ -61,7 +61,8 @@ def test_without_texts_result_record_card_and_report_say_so(folder, tmp_path):
     fidelity = made.fidelity
     assert fidelity.written == WRITTEN
     said = f"{fidelity.examples} texts that the model wrote itself"
-    bias, spread = WRITTEN_BIAS[WRITTEN]
+    bias, spread, n_tasks = WRITTEN_BIAS[WRITTEN]
+    assert f"on {n_tasks} tasks" in fidelity.sentence()
     apart = f"{100 * bias:+.1f} ± {100 * spread:.1f} points"
     for text in (repr(made), fidelity.sentence()):
         assert said in text

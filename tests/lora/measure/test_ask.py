@@ -10,7 +10,8 @@ import pytest
 from console import run_command
 
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.lora.measure import ask_server
+from lsrdecomp.gateway import REPLY_BYTES
+from lsrdecomp.lora.measure import ask_server, measure
 from lsrdecomp.lora.measure.ask import fitted_scale
 
 WORDS = 30
@@ -193,55 +194,105 @@ def tiny(tmp_path_factory):
     return make_base(folder), make_lora(folder)
 
 
-@pytest.mark.parametrize("works", [1.0, 0.5, 0.0])
-def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
-    """The server is PEFT itself at a scale it does not tell."""
-    from lsrdecomp.lora.measure.ask import PROMPTS, ScaledModel
+class PeftServer:
+    """llama.cpp's addresses, or OpenAI's with one model, in front of PEFT at a scale."""
 
-    base, folder = tiny
-    model = ScaledModel(base, folder, PROMPTS, "float32")
-    place = {tuple(tokens): row for row, tokens in enumerate(model.tokens)}
-    replies = {scale: model.logprobs_at(scale) for scale in (0.0, works)}
+    def __init__(self, base, adapter, works, *, openai=False):
+        from lsrdecomp.lora.measure.ask import PROMPTS, ScaledModel
 
-    def answer(path, fields):
+        self.model = ScaledModel(base, adapter, PROMPTS, "float32")
+        self.works, self.openai = works, openai
+
+    def likeliest(self, scale, tokens):
+        self.model.tokens = [list(tokens)]
+        (found,) = self.model.logprobs_at(scale)
+        return {token: value for token, value in found.items() if isinstance(token, int)}
+
+    def completion(self, scale, tokens, count):
+        from tiny_tokenizer import word_tokenizer
+
+        answer = []
+        while len(answer) < count and answer[-1:] != [2]:  # the end of the text
+            found = self.likeliest(scale, [*tokens, *answer])
+            answer.append(max(found, key=found.get))
+        return word_tokenizer().decode(answer, skip_special_tokens=True)
+
+    def __call__(self, path, fields):
+        if self.openai:
+            return self.like_openai(path, fields)
         if path == "/lora-adapters":
             return 200, [{"id": 0, "path": "lora.gguf", "scale": 1.0}]
-        found = replies[works if fields["lora"][0]["scale"] else 0.0][
-            place[tuple(fields["prompt"])]
-        ]
-        top = [
-            {"id": token, "logprob": value}
-            for token, value in found.items()
-            if isinstance(token, int)
-        ]
+        scale = self.works if fields["lora"][0]["scale"] else 0.0
+        if "n_probs" not in fields:
+            return 200, {"content": self.completion(scale, fields["prompt"], fields["n_predict"])}
+        found = self.likeliest(scale, fields["prompt"])
+        top = [{"id": token, "logprob": value} for token, value in found.items()]
         return 200, {"completion_probabilities": [{"top_logprobs": top[:20]}]}
 
-    with running(answer) as url:
-        found = ask_server(url, folder, base=base)
-        done = (
-            run_command("verify", folder, "--server", url, "--base", base, "--json", "-")
-            if works
-            else None
-        )
-    assert found.fitted_scale == pytest.approx(works, abs=0.02)
-    assert found.fit < 1e-3
-    assert (found.acts, found.scaled_right) == (works > 0.0, works == 1.0)
-    if done is not None:
-        assert done.returncode == (0 if works == 1.0 else 1), done.stderr
-        assert json.loads(done.stdout)["fitted_scale"] == pytest.approx(works, abs=0.02)
+    def like_openai(self, path, fields):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "merged"}]}
+        if path != "/v1/completions":
+            return 404, {}
+        if "logprobs" not in fields:
+            text = self.completion(self.works, fields["prompt"], fields["max_tokens"])
+            return 200, {"choices": [{"text": text}]}
+        found = self.likeliest(self.works, fields["prompt"])
+        top = {f"token_id:{token}": value for token, value in found.items()}
+        return 200, {"choices": [{"logprobs": {"top_logprobs": [top]}}]}
+
+
+@pytest.mark.parametrize("works", [1.0, 0.5, 0.0])
+def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works, tmp_path):
+    """The server is PEFT itself at a scale it does not tell."""
+    from tiny_language_model import write_rows
+
+    base, folder = tiny
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    with running(PeftServer(base, folder, works)) as url:
+        found = measure(folder, url, base=str(base), data=rows)
+    server = found.server
+    assert server.fitted_scale == pytest.approx(works, abs=0.02)
+    assert server.fit < 1e-3
+    assert (server.acts, server.scaled_right) == (works > 0.0, works == 1.0)
+    assert found.kind == "server"
+    verdicts = {1.0: "whole", 0.5: "damaged", 0.0: "gone"}
+    assert found.verdict == verdicts[works], repr(found)
+    codes = {1.0: [], 0.5: ["scale"], 0.0: ["not-acting"]}
+    assert [reason.code for reason in found.reasons] == codes[works]
+    assert found.passed(0.95) == (works == 1.0)
+    if works == 1.0:
+        assert found.fidelity.kept == pytest.approx(1.0, abs=1e-4)
+        assert found.fidelity.n_matching == found.fidelity.answered == 8
+
+
+@pytest.mark.parametrize("works", [1.0, 0.0])
+def test_a_server_of_one_model_is_compared_with_a_base_here(tiny, works, tmp_path):
+    """A merged model that is served; at scale 0 it is the base that is served."""
+    from tiny_language_model import write_rows
+
+    base, folder = tiny
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    with running(PeftServer(base, folder, works, openai=True)) as url:
+        arguments = ["measure", folder, url, "--base", base, "--data", rows, "--json", "-"]
+        done = run_command(*arguments)
+        with pytest.raises(LsrError, match="a model alone is compared with one here: give --base"):
+            measure(folder, url)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if works else 1), done.stderr
+    assert found["verdict"] == ("whole" if works else "gone")
+    assert found["server"] is None
+    assert found["kept"] == pytest.approx(works, abs=1e-4)
 
 
 def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path):
     with running(FakeLlama({"mine": 1.0})) as url:
-        done = run_command("verify", adapter, "--server", url)
+        done = run_command("measure", adapter, url)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"llama.cpp at {url}: /here/mine.gguf acts." in done.stdout
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("one\n\ntwo\n")
-        assert (
-            "on 2 prompts"
-            in run_command("verify", adapter, "--server", url, "--text", prompts).stdout
-        )
+        assert "on 2 prompts" in run_command("measure", adapter, url, "--data", prompts).stdout
         with pytest.raises(
             CheckpointError, match="is no directory: the scale is fitted beside PEFT"
         ):
@@ -249,16 +300,19 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         with pytest.raises(CheckpointError, match="no such file"):
             ask_server(url, tmp_path / "nowhere")
     with running(FakeLlama({"mine": 1.0}, works=0.0)) as url:
-        done = run_command("verify", adapter, "--server", url)
+        done = run_command("measure", adapter, url)
         assert (done.returncode, done.stderr) == (1, "")
         assert "/here/mine.gguf does NOT act." in done.stdout
     for faulty, words in [
         (lambda path, fields: (200, b"<html>"), "not JSON"),
         (lambda path, fields: (500, {"error": "out of memory"}), "status 500"),
         (lambda path, fields: (404, {}), "status 404"),
+        (lambda path, fields: (200, b"[" * 200_000), "not JSON"),
+        (lambda path, fields: (200, b" " * (REPLY_BYTES + 1)), "answers more than"),
+        (lambda path, fields: (500, b"\x1b]0;x\x07boom"), "status 500 ?]0;x?boom"),
     ]:
         with running(faulty) as url:
-            done = run_command("verify", adapter, "--server", url)
+            done = run_command("measure", adapter, url)
         assert done.returncode == 2
         assert words in done.stderr
         assert done.stderr.count("\n") == 1
@@ -278,9 +332,6 @@ def test_the_command_line_says_it_and_every_fault_is_one_line(adapter, tmp_path)
         ("file:///etc", "is no address"),
         ("http://127.0.0.1:9", "cannot be reached"),
     ]:
-        done = run_command("verify", adapter, "--server", address)
+        done = run_command("measure", adapter, address)
         assert done.returncode == 2
         assert words in done.stderr
-    done = run_command("verify", adapter, adapter, "--server", "http://127.0.0.1:9")
-    assert "asks about one adapter" in done.stderr
-    assert "name what was written from it too" in run_command("verify", adapter).stderr

@@ -335,9 +335,3 @@ def test_a_file_with_no_place_for_a_digest_is_not_accepted(made, tmp_path):
     done = run_command("verify", made / "style.safetensors", tmp_path / "style.pt", "--accept")
     assert done.returncode == 2
     assert "a file that ends in .pt takes no digest later" in done.stderr
-
-
-def test_accepting_needs_a_measurement(made):
-    done = run_command("verify", made / "lora", "--server", "http://127.0.0.1:9", "--accept")
-    assert done.returncode == 2
-    assert "--accept records what was measured" in done.stderr
