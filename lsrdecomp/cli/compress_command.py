@@ -330,16 +330,17 @@ def _write(
     report = outputs.report
     json = outputs.json
     # 1. All together; the report once more when the sizes of the files are known.
+    line = typed_line("compress")
     texts = tables.json_text(result.to_json(), json)
     curves: Sequence[ErrorCurve] = ()
     if report is not None:
         curves = lora.search.adapter_curves(result.source)
-        texts[report] = lora.compress.html_report(result, curves, unit=unit)
+        texts[report] = lora.compress.html_report(result, curves, unit=unit, command=line)
     with tables.files(texts) as waiting:
         if directory is not None:
             result.save(directory, force=outputs.force, record=outputs.record, bare=outputs.bare)
         if report is not None:
-            page = lora.compress.html_report(result, curves, out=directory, unit=unit)
+            page = lora.compress.html_report(result, curves, out=directory, unit=unit, command=line)
             waiting[report].write_text(page, encoding="utf-8")
     # 2. What was written.
     if directory is not None:
@@ -351,7 +352,6 @@ def _write(
         tables.show(json, f"Wrote {report}.")
     tables.show(json, *_measured_sentences(result))
     if directory is not None:
-        line = typed_line("compress")
         if line is None:  # another verb compressed
             line = f"{result.command_line(adapter, directory, program=program())} --force"
         tables.show(json, f"\nTo repeat it:\n  {line}")

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def test_a_run_is_repeated_by_its_file_by_its_record_and_by_the_line_it_prints(
     (tmp_path / "first/adapter_model.safetensors").unlink()
     assert CliRunner().invoke(app, [*words[1:], "--force"]).exit_code == 0
     assert all(weights(tmp_path / name) == first for name in ("first", "second", "third"))
+
+
+def test_the_report_has_the_line_that_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed = ["--separation-rank", 1, "--out", "small", "--report", "page.html"]
+    assert compress(*typed).exit_code == 0
+    page = unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    words = " ".join(["compress", shlex.quote(str(DEMO)), "--quiet", *map(str, typed)])
+    assert f"lsrdecomp {words}</pre>" in page
 
 
 def test_a_record_repeats_a_run_from_another_directory(tmp_path, monkeypatch):

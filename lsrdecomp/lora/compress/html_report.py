@@ -26,6 +26,7 @@ def html_report(
     *,
     out: Path | None = None,
     unit: str = "example",
+    command: str | None = None,
 ) -> str:
     """Return one self-contained page: goal and result, a chart, answers, layers, provenance.
 
@@ -43,6 +44,8 @@ def html_report(
     unit : str
         What the network predicts once for, "example" or "token"; a measured fidelity knows it
         itself.
+    command : str, optional
+        The line that repeats the run, as it was typed; absent, it is made of the settings.
 
     Returns
     -------
@@ -83,7 +86,7 @@ def html_report(
         prefix=common_prefix([layer.name for layer in compression.layers]),
         files=_sizes(out),
         directory=repr(out.name) if out is not None else "",
-        command=compression.command_line(),
+        command=compression.command_line() if command is None else command,
         provenance=_provenance(compression),
         style=asset("report.css"),
         script=asset("report.js"),
