@@ -98,7 +98,8 @@ class LayerSums:
             of_input, of_output = g @ g.mT @ x, x @ x.mT @ g
         self.input.add(x.flatten(0, 1), of_input.flatten(0, 1))
         self.output.add(g.flatten(0, 1), of_output.flatten(0, 1))
-        self.squared_inputs += x[used].double().square().sum()
+        squares = torch.where(used, x.double().square().sum(-1), 0.0)
+        self.squared_inputs += squares.sum()
         self.tokens += used.sum()
 
     @property

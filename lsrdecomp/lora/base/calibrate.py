@@ -28,6 +28,7 @@ entries, and layers can be compared. The scale is shared out so that tr C = E‖
 from __future__ import annotations
 
 import hashlib
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -417,9 +418,14 @@ def _sampled_gradient(
         ∂ Σ log p(y) / ∂ hidden.
     effect_sum : float
         Σ KL(adapter ‖ no adapter) over predictions; 0 without ``plain``.
+
+    Raises
+    ------
+    CalibrationError
+        If the model's outputs are not finite.
     """
     gradient = torch.empty_like(output.hidden)
-    effect_sum = 0.0
+    sums: list[Tensor] = []  # of the likelihood and of the effect, chunk by chunk
     with torch.no_grad():
         n_classes = output.form_logits(output.hidden[:1]).shape[-1]
     size = predictions_at_a_time(n_classes)
@@ -431,11 +437,20 @@ def _sampled_gradient(
         logits = output.form_logits(hidden)
         log_likelihood = sampled_log_likelihood(logits, base.head, generator)
         (gradient[chunk],) = torch.autograd.grad(log_likelihood, hidden)
+        effect = torch.zeros((), dtype=torch.float64, device=logits.device)
         if plain is not None:
             # The output layer may be adapted too.
             with torch.no_grad(), without_delta(base.model):
                 plain_logits = plain.form_logits(plain.hidden[chunk])
-            effect_sum += float(divergences(logits.detach(), plain_logits, base.head).sum())
+            effect = divergences(logits.detach(), plain_logits, base.head).sum()
+        sums.append(torch.stack((log_likelihood.detach().double(), effect)))
+    # A GPU is waited for here, once for all chunks.
+    likelihood, effect_sum = torch.stack(sums).sum(0).tolist() if sums else (0.0, 0.0)
+    if not math.isfinite(likelihood):
+        raise CalibrationError(
+            f"{base.name}: the model's outputs on these data are not finite; float16 overflows "
+            "where bfloat16 and float32 do not"
+        )
     return gradient, effect_sum
 
 

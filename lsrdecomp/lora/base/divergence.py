@@ -63,22 +63,22 @@ class Reference:
         self.head = source.head
         self._batches: list[_ReferenceBatch] = []
         counts: list[Tensor] = []
-        effects: list[Tensor] = []
+        effects: list[Tensor] = []  # of every prediction
         for batch in batches:
             # 1. With ΔW. Logits are not held here, only a function that forms them again.
             output, form_logits = forward_repeatable(source, batch)
             self._batches.append(_ReferenceBatch(batch, form_logits, output.counts))
             counts.append(output.counts)
-            # 2. Without ΔW, for the adapter's effect. Only sums for each example are kept: the
-            #    standard error of a comparison needs no more.
+            # 2. Without ΔW, for the adapter's effect.
             with torch.no_grad(), without_delta(source.model):
                 plain = forward(source, batch)
-            effect = divergences(output.logits, plain.logits, self.head)
-            effects.append(sum_by_example(effect, output.counts))
+            effects.append(divergences(output.logits, plain.logits, self.head))
         if not counts or int(torch.cat(counts).sum()) == 0:
             raise CalibrationError("the data give nothing to predict")
         self.counts = torch.cat(counts)
-        self.effects = torch.cat(effects)
+        # Sums for each example are all that the standard error of a comparison needs. A GPU is
+        # waited for here, once.
+        self.effects = sum_by_example(torch.cat(effects).cpu(), self.counts)
 
     @property
     def examples(self) -> int:
@@ -152,17 +152,19 @@ class Reference:
                     raise ShapeError(
                         f"logits of shape {tuple(actual.shape)} against {tuple(expected.shape)}"
                     )
-                divergence = divergences(expected, actual, self.head)
-                lost.append(sum_by_example(divergence, reference.counts))
-                matches = (expected.argmax(-1) == actual.argmax(-1)).long().cpu()
-                n_matching.append(sum_by_example(matches, reference.counts))
-        return torch.cat(lost), torch.cat(n_matching)
+                lost.append(divergences(expected, actual, self.head))
+                n_matching.append((expected.argmax(-1) == actual.argmax(-1)).long())
+        # A GPU is waited for once, after the last batch.
+        return (
+            sum_by_example(torch.cat(lost).cpu(), self.counts),
+            sum_by_example(torch.cat(n_matching).cpu(), self.counts),
+        )
 
 
 def divergences(
     expected: Tensor, actual: Tensor, head: Head, *, at_a_time: int | None = None
 ) -> Tensor:
-    """Return KL(expected ‖ actual) of every prediction in nats, in double precision on the CPU.
+    """Return KL(expected ‖ actual) of every prediction in nats, in double precision.
 
     Parameters
     ----------
@@ -178,7 +180,7 @@ def divergences(
     Tensor, shape (predictions,)
     """
     size = at_a_time or predictions_at_a_time(expected.shape[-1])
-    parts = [torch.zeros(0, dtype=torch.float64)]
+    parts: list[Tensor] = []
     for p, q in zip(torch.split(expected, size), torch.split(actual, size), strict=True):
         # In double precision: the divergence of nearly equal logits is below the rounding of
         # float32 logarithms.
@@ -188,7 +190,7 @@ def divergences(
         else:
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-        parts.append(divergence.cpu())
+        parts.append(divergence)
     return torch.cat(parts)
 
 

@@ -74,13 +74,15 @@ def forward(base: Base, batch: Batch, *, full_logits: bool = False) -> BatchLogi
         layer, such as a scale or a cap, always have theirs held.
     """
     device = next(base.model.parameters()).device
+    # Found where the batch lies, on the CPU as a rule: the number of predictions shapes what
+    # follows, and the CPU would wait for a GPU to count them.
+    positions = _predicting_positions(batch, base.head)
     inputs = map_tensors(batch, lambda tensor: tensor.to(device))
     layer = output_layer(base)
-    positions = _predicting_positions(inputs, base.head)
     # 1. Where every position predicts, or the model has no output layer for tokens, take what the
     #    model returns.
     if layer is None or positions is None:
-        return _forward_in_full(base, inputs, positions)
+        return _forward_in_full(base, batch, inputs, positions)
     counts = positions.sum(1).cpu()
     # 2. Keep the hidden states of the predicting positions, if the output layer alone makes the
     #    logits of them.
@@ -179,12 +181,17 @@ def _hidden_states(base: Base, inputs: Batch, layer: nn.Module, positions: Tenso
     return hidden if torch.equal(outputs_of_layer, probes) else None
 
 
-def _forward_in_full(base: Base, inputs: Batch, positions: Tensor | None) -> BatchLogits:
-    """Run a model for all its logits, and return those of the positions that predict."""
+def _forward_in_full(
+    base: Base, batch: Batch, inputs: Batch, positions: Tensor | None
+) -> BatchLogits:
+    """Run a model for all its logits, and return those of the positions that predict.
+
+    ``inputs`` are the batch on the device of the model.
+    """
     all_logits = base.outputs(base.model, inputs)
-    logits = prediction_logits(all_logits, base.head, loss_mask(inputs, base.head))
-    if ROW_COUNTS in inputs:
-        counts = inputs[ROW_COUNTS].cpu()
+    logits = prediction_logits(all_logits, base.head, loss_mask(batch, base.head))
+    if ROW_COUNTS in batch:
+        counts = batch[ROW_COUNTS].cpu()
     elif positions is None or base.head not in TOKEN_HEADS:
         n_examples = len(all_logits)
         counts = torch.full((n_examples,), len(logits) // n_examples)
@@ -203,9 +210,10 @@ def _restrict_output_layer(
     (predictions, width).
     """
     layer_inputs: list[Tensor] = []
+    predicting = positions.nonzero(as_tuple=True)
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        hidden = arguments[0][positions]
+        hidden = arguments[0][predicting]
         layer_inputs.append(hidden)
         return (hidden[:limit], *arguments[1:])
 

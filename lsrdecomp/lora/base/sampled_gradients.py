@@ -213,13 +213,30 @@ def sampled_log_likelihood(logits: Tensor, head: Head, generator: torch.Generato
         Meaning of the logits. Numbers are drawn from a normal distribution of unit variance: the
         gradient is one random direction for each example, as in Gauss–Newton's method.
     generator : torch.Generator
-        On the CPU: draws are the same on every device, up to rounding of the probabilities.
+        On the CPU: draws are the same on every device, up to rounding of the probabilities. Only
+        one number for each prediction, or for each number, is copied from there.
     """
     if head is Head.numbers:
         noise = torch.randn(logits.shape, generator=generator).to(logits.device)
         sampled_scores = noise + logits.detach()
         return -(sampled_scores - logits).square().sum() / 2
     log_probabilities = logits.log_softmax(-1)
-    probabilities = log_probabilities.detach().exp().cpu()
-    classes = torch.multinomial(probabilities, 1, generator=generator).to(logits.device)
+    classes = _drawn_classes(log_probabilities.detach().exp(), generator)
     return log_probabilities.gather(-1, classes).sum()
+
+
+def _drawn_classes(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a class from each row of probabilities (predictions, classes); return (predictions, 1).
+
+    A class is drawn where the cumulative probability passes a uniform number. It passes none at a
+    class without probability, so that such a class is never drawn.
+    """
+    cumulative = probabilities.cumsum(-1)
+    uniform = torch.rand(len(probabilities), 1, generator=generator).to(probabilities.device)
+    # The last sum is 1 up to rounding, which the uniform number must stay below.
+    uniform = uniform * cumulative[:, -1:]
+    below = torch.nextafter(cumulative[:, -1:], torch.zeros_like(uniform))
+    classes = torch.searchsorted(cumulative, torch.minimum(uniform, below), right=True)
+    # Numbers that are not finite are for the caller to find: on a GPU an index beyond the classes
+    # would end the process.
+    return classes.clamp_max(probabilities.shape[-1] - 1)

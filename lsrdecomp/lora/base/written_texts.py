@@ -422,7 +422,7 @@ class _TextWriter:
                     with without_delta(model):
                         plain = model(**model_inputs(encoded)).logits[:, -1]
                 parts.append(divergences(adapted.float(), plain.float(), self.source.head))
-        return torch.cat(parts)
+        return torch.cat(parts).cpu()
 
     def _answer(self, prompts: Sequence[PromptExample]) -> list[PromptExample]:
         """Return prompts with the LoRA's answers, without empty ones and echoes."""

@@ -10,7 +10,7 @@ from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.files.statistics import METADATA, read_statistics
-from lsrdecomp.lora.search.plan import CompressionPlan
+from lsrdecomp.lora.search.plan import CompressionPlan, Resources
 from lsrdecomp.lora.search.searched import search_adapter
 from lsrdecomp.lora.train.finetune_record import ADAPTER
 
@@ -49,7 +49,12 @@ def compressed_start(
             _calibrate(settings, dataset, statistics, min(max_examples, len(dataset.train)))
         plan = CompressionPlan(ratio=settings.ratio, storage=settings.storage or "float32")
         lora = open_checkpoint(str(settings.init))
-        searched = search_adapter(lora, [plan], statistics=read_statistics(statistics))
+        searched = search_adapter(
+            lora,
+            [plan],
+            statistics=read_statistics(statistics),
+            resources=Resources(device=_gpu(settings)),
+        )
         searched.compress(plan).save(adapter)
     return settings.replace(init=str(adapter), ratio=None)
 
@@ -58,12 +63,17 @@ def _calibrate(
     settings: FinetuneSettings, dataset: Dataset, statistics: Path, samples: int
 ) -> None:
     """Measure the statistics of the base with the LoRA, on training examples."""
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     base = load_base(
         dataset.base,
         str(settings.init),
         dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
-        device="cuda" if on_gpu else "cpu",
+        device=_gpu(settings) or "cpu",
     )
     batches = dataset.calibration_batches(base, size=settings.batch, seed=settings.seed)
     calibrate(base, batches, out=statistics, seed=settings.seed, samples=samples, effect=False)
+
+
+def _gpu(settings: FinetuneSettings) -> str | None:
+    """Return the GPU that the run will train on; None without one."""
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    return "cuda" if on_gpu else None
