@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -325,9 +326,9 @@ def test_a_class_without_probability_is_never_drawn():
 
 
 def test_outputs_that_are_not_finite_are_told(classifier, tmp_path):
-    base = plain(classifier, [QUERY])
+    base = plain(copy.deepcopy(classifier), [QUERY])
     with torch.no_grad():
-        base.model.classifier.weight.fill_(torch.nan)
+        next(base.model.parameters()).fill_(torch.nan)
     with pytest.raises(CalibrationError, match="the model's outputs on these data are not finite"):
         calibrate(base, texts(1), out=tmp_path / "statistics", seed=0, samples=8)
 
