@@ -63,6 +63,19 @@ def test_every_base_is_opened_through_the_gateway():
     assert sorted(elsewhere) == [("diffusion_base.py", "loader"), ("gateway.py", "loader")]
 
 
+def test_every_model_of_a_config_is_built_without_remote_code():
+    """``from_config`` of transformers asks too; that of diffusers has no such code."""
+    unsaid = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            words = {keyword.arg for keyword in node.keywords}
+            if node.func.attr == "from_config" and "trust_remote_code" not in words:
+                unsaid.append((path.name, ast.unparse(node.func.value)))
+    assert unsaid == [("base_modules.py", "model_class")]
+
+
 def make_evil(folder, *, model=True, tokenizer=True):
     """Write a base and a LoRA, then let the base name program code of its own."""
     from tiny_bases import write_directories

@@ -216,7 +216,9 @@ def _to_directories(
 ) -> list[Compression]:
     """Compress to a directory for each request, and show and write what came of it."""
     # 1. Open the adapter, and see that the directories can be written.
-    checkpoint = opening.open(adapter, base=requests[0].base)
+    checkpoint = opening.open(
+        adapter, base=requests[0].base, trust_remote_code=requests[0].trusts_code
+    )
     requests = [request.for_adapter(checkpoint.storage) for request in requests]
     calibrated = requests[0].statistics
     plans = [request.plan for request in requests if request.plan is not None]

@@ -44,7 +44,12 @@ class Opening:
     max_memory: MaxMemory = None
 
     def open(
-        self, adapter: Path, *, carry: bool = False, base: str | Path | None = None
+        self,
+        adapter: Path,
+        *,
+        carry: bool = False,
+        base: str | Path | None = None,
+        trust_remote_code: bool = False,
     ) -> Checkpoint:
         """Return the adapter, opened; with ``carry`` also one with tensors that are no pairs.
 
@@ -55,6 +60,7 @@ class Opening:
             return lora.base.open_adapter(
                 adapter,
                 base,
+                trust_remote_code=trust_remote_code,
                 name=self.name,
                 alpha=self.alpha,
                 max_memory=self.max_memory,

@@ -81,7 +81,16 @@ def resize(
     figures: list[dict[str, object]] = []
     if len(files) == 1:
         figures += _resize_adapter(
-            opening.open(files[0], carry=True, base=base), requests, out, outputs, display
+            opening.open(
+                files[0],
+                carry=True,
+                base=base,
+                trust_remote_code=requests[0].trusts_code,
+            ),
+            requests,
+            out,
+            outputs,
+            display,
         )
     else:
         _say_left_out(files[0].parent)

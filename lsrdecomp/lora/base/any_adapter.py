@@ -34,7 +34,11 @@ def takes_base(adapter: AdapterSource, **options: Any) -> bool:
 
 
 def open_adapter(
-    adapter: AdapterSource, base: str | Path | None = None, **options: Any
+    adapter: AdapterSource,
+    base: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Checkpoint:
     """Open an adapter of any method of PEFT that has a ΔW, or in any other format that is read.
 
@@ -45,6 +49,8 @@ def open_adapter(
     base : str or path, optional
         The base model, by name or directory. It is opened only for a method whose ΔW is not in its
         file, such as VeRA, OFT or DoRA.
+    trust_remote_code : bool
+        Whether program code that the base brings may run.
     **options
         Arguments of `open_checkpoint`.
 
@@ -79,7 +85,9 @@ def open_adapter(
     with needs("an adapter of this method", "peft"):
         from lsrdecomp.lora.base.merged_layers import merged_checkpoint
     name, max_memory = options.get("name"), options.get("max_memory")
-    checkpoint = merged_checkpoint(adapter, base, name=name, max_memory=max_memory)
+    checkpoint = merged_checkpoint(
+        adapter, base, name=name, max_memory=max_memory, trust_remote_code=trust_remote_code
+    )
     if checkpoint is None:
         raise refusal
     return checkpoint

@@ -68,6 +68,7 @@ def merged_checkpoint(
     *,
     name: str | None = None,
     max_memory: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Checkpoint | None:
     """Open a PEFT directory of any method that merges, with ΔW of each layer as its base makes it.
 
@@ -81,6 +82,8 @@ def merged_checkpoint(
         Sub-directory of the adapter.
     max_memory : int, optional
         Bytes that ΔW of a layer may take in float64.
+    trust_remote_code : bool
+        Whether program code that the base brings may run.
 
     Returns
     -------
@@ -103,12 +106,14 @@ def merged_checkpoint(
     shapes = layer_shapes(peft_type, bundle.tensors)
     if shapes is None and base is not None and peft_type in SIZE_METHODS:
         is_of_weights = config.raw.get("init_weights") == "bat"  # a variant of MiSS
-        shapes = None if is_of_weights else _shapes_in_base(base, directory)
+        if not is_of_weights:
+            shapes = _shapes_in_base(base, directory, trust=trust_remote_code)
     if shapes is not None:
         _check_memory(shapes, max_memory, bundle)
         model = _on_zeros(directory, shapes)
     elif base is not None:
-        model = cast("PeftModel", open_base(base, directory).with_adapter(directory).model)
+        plain = open_base(base, directory, trust_remote_code=trust_remote_code)
+        model = cast("PeftModel", plain.with_adapter(directory).model)
     else:
         return None
     # 2. Keep a pair of each layer.
@@ -223,7 +228,9 @@ def _in_double_precision(module: Any) -> Iterator[None]:
             owner._buffers[key] = buffer
 
 
-def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, int]] | None:
+def _shapes_in_base(
+    base: str | Path, directory: Path, *, trust: bool
+) -> dict[str, tuple[int, int]] | None:
     """Return the sizes (m, n) of the layers that an adapter adapts, by name with PEFT's prefix.
 
     Of the base only the config is read. None if a layer is none of `nn.Linear`.
@@ -232,7 +239,8 @@ def _shapes_in_base(base: str | Path, directory: Path) -> dict[str, tuple[int, i
     loader: Any = LOADERS[adapter_task(directory)][0]
     try:
         with torch.device("meta"):
-            model = loader.from_config(open_pretrained(AutoConfig, found))
+            of_base = open_pretrained(AutoConfig, found, trust_remote_code=trust)
+            model = loader.from_config(of_base, trust_remote_code=trust)
         config = PeftConfig.from_pretrained(str(directory))
     except CheckpointError:
         raise

@@ -204,7 +204,7 @@ def compress(
     }
     request = Request.parse(given, plan=plan, settings=settings)
     if not isinstance(checkpoint, Checkpoint):
-        checkpoint = open_adapter(checkpoint, request.base)
+        checkpoint = open_adapter(checkpoint, request.base, trust_remote_code=request.trusts_code)
     return compress_request(checkpoint, request, on_step)
 
 

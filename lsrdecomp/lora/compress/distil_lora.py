@@ -154,7 +154,7 @@ def distil(
         from lsrdecomp.lora.measure.evaluator import Evaluator
     # 1. Open what is given, and check it before work is done.
     directory = Path(directory)
-    source = open_adapter(teacher, base)
+    source = open_adapter(teacher, base, trust_remote_code=options.trust_remote_code)
     compressed = open_checkpoint(directory)
     check_layers(compressed, source)
     replaces = force or out is None

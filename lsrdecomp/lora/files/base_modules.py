@@ -261,4 +261,4 @@ def _transformers_model(config: Path, fields: dict[str, Any]) -> Any:
         model_class = library_class(transformers, architecture, transformers.PreTrainedModel)
         return model_class(settings)
     bare: Any = transformers.AutoModel
-    return bare.from_config(settings)
+    return bare.from_config(settings, trust_remote_code=False)

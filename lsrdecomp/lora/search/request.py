@@ -243,6 +243,11 @@ class Request:
                 values[name] = list(value) if isinstance(value, tuple) else value
         return values
 
+    @property
+    def trusts_code(self) -> bool:
+        """Whether program code that the base brings may run."""
+        return self.measured is not None and self.measured.trust_remote_code
+
     def resolved(self) -> dict[str, str]:
         """Return the absolute paths of texts and statistics that are files or directories.
 
