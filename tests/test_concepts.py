@@ -18,9 +18,9 @@ import lsrdecomp
 PACKAGE = Path(lsrdecomp.__file__).parent
 
 BUDGET = {
-    "public names": 1164,
-    "fields": 1196,
-    "numeric choices": 358,
+    "public names": 1255,
+    "fields": 1267,
+    "numeric choices": 413,
 }
 """Functions and classes at the top of a file without an underscore; annotated fields of classes;
 and numbers: constants, defaults of fields and defaults of parameters."""

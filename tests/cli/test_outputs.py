@@ -19,7 +19,7 @@ from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE, PLACE, Input, Output,
 from lsrdecomp.errors import CheckpointError
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
-WRITTEN = {"json", "report", "out", "outdir", "write_config"}
+WRITTEN = {"json", "sarif", "report", "out", "outdir", "write_config"}
 
 
 @pytest.mark.parametrize("verb", commands.ALL, ids=lambda verb: verb.__name__)

@@ -1,8 +1,8 @@
 """A GPU without a GPU: its tensors lie on the CPU, and keep the rules of CUDA's.
 
 Inside `pretended_gpu` torch has a device named ``pretended``. Its tensors refuse to meet those of
-the CPU, and refuse NumPy; where the CPU waits for the device is counted, with the line of the
-package that waits. Kernels, memory and speed are those of the CPU: nothing is tested of them.
+the CPU, and refuse NumPy; where the CPU waits for the device is counted, with the line that
+waits. Kernels, memory and speed are those of the CPU: nothing is tested of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretended"
 PACKAGE = "/lsrdecomp/"
+
+OTHERS = ("accelerate/", "peft/", "safetensors/", "transformers/", "trl/")
 
 WAITING = {
     "_linalg_check_errors",
@@ -63,8 +66,16 @@ class _Device:
     def _is_in_bad_fork(self) -> bool:
         return False
 
+    # What is drawn on the device comes from the generator of the CPU, which has its own state.
+
     def manual_seed_all(self, seed: int) -> None:
-        """Nothing is drawn on the device."""
+        pass
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        pass
 
 
 class _Hook(torch._C._acc.PrivateUse1Hooks):
@@ -106,6 +117,16 @@ class GpuTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"GpuTensor({self.host!r})"
 
+    @property
+    def data(self) -> Tensor:
+        """The same numbers outside of every graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: GpuTensor) -> None:
+        self.host = value.host
+        torch.Tensor.data.__set__(self, value)
+
     def numpy(self, **_: Any) -> Any:
         """Refuse, as a tensor of a GPU does."""
         raise TypeError("can't convert a tensor of the device to numpy; use Tensor.cpu() first")
@@ -113,6 +134,10 @@ class GpuTensor(torch.Tensor):
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuse too."""
         return self.numpy()
+
+    def untyped_storage(self) -> Any:
+        """Return that of the host, by which tensors that share numbers are known."""
+        return self.host.untyped_storage()
 
     def tolist(self) -> Any:
         """Return the numbers, for which the CPU waits."""
@@ -160,9 +185,14 @@ class PretendedGpu(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
 
     @property
-    def n_waits(self) -> int:
-        """Number of times that the CPU waited."""
-        return sum(self.waits.values())
+    def own_waits(self) -> dict[str, int]:
+        """How often this package waited, not one that it calls, by operation and file."""
+        found: Counter[str] = Counter()
+        for wait, count in self.waits.items():
+            operation, _, place = wait.partition(" at ")
+            if not place.startswith(("a test", *OTHERS)):
+                found[f"{operation} at {place.partition(':')[0]}"] += count
+        return dict(found)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -187,6 +217,10 @@ class PretendedGpu(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu") if to_gpu else target
         result = function(*tree_map(_host, args), **tree_map(_host, kwargs))
         if name == "copy_":
+            return args[0]
+        if torch.Tag.inplace_view in function.tags:  # such as squeeze_: a tensor has another shape
+            with no_dispatch():
+                function(*args, **kwargs)
             return args[0]
         if not to_gpu:
             return result
@@ -231,11 +265,14 @@ def _waits(name: str, args: Any, kwargs: Any, *, to_gpu: bool) -> bool:
 
 
 def _place() -> str:
-    """Return file and line of the package from which an operation was called."""
+    """Return the file and line from which an operation was called, torch's own files aside."""
     for frame in reversed(traceback.extract_stack()):
-        if PACKAGE in frame.filename:
-            return f"{frame.filename.rpartition(PACKAGE)[2]}:{frame.lineno}"
-    return "no line of the package"
+        if frame.filename == __file__ or "/torch/" in frame.filename:
+            continue
+        for folder in ("/site-packages/", PACKAGE):
+            if folder in frame.filename:
+                return f"{frame.filename.rpartition(folder)[2]}:{frame.lineno}"
+    return "a test"
 
 
 @contextmanager

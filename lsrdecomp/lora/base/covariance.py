@@ -116,10 +116,14 @@ class Covariance:
         """Return the largest eigenvalues, descending, and eigenvectors of the full sum."""
         # In single precision, as the sum is, which takes half the time: eigenvectors are written in
         # half precision.
-        total = self.total.cpu().numpy()
-        symmetric = (total + total.T) / 2
-        largest = (self.size - self.rank, self.size - 1)
-        values, vectors = scipy.linalg.eigh(symmetric, subset_by_index=largest)
+        symmetric = (self.total + self.total.T) / 2
+        if symmetric.device.type == "cpu":
+            largest = (self.size - self.rank, self.size - 1)
+            values, vectors = scipy.linalg.eigh(symmetric.numpy(), subset_by_index=largest)
+        else:  # all of them on a GPU take less time than those on the CPU
+            all_values, all_vectors = torch.linalg.eigh(symmetric)
+            values = all_values[-self.rank :].cpu().numpy()
+            vectors = all_vectors[:, -self.rank :].cpu().numpy()
         values = values[::-1].astype(np.float64)
         return np.maximum(values, 0.0), vectors[:, ::-1].astype(np.float64)
 

@@ -151,13 +151,16 @@ def _code(
     gain = inner / size**2
     if error <= SAME:
         return "same", gain
-    if update.is_quantized:  # noise has no direction: the gain shows through it
-        noise = math.sqrt(max(other_size**2 - (gain * size) ** 2, 0.0))
-        return _quantized_code(gain, noise / (size * math.sqrt(math.prod(pair.shape)))), gain
-    if error * size <= update.rounding():
-        return "rounded", gain
+    # Rounding has no direction, so that the gain shows through it, up to its standard error.
+    noise = math.sqrt(max(other_size**2 - (gain * size) ** 2, 0.0))
+    gain_error = noise / (size * math.sqrt(math.prod(pair.shape)))
+    known_gain = gain if gain_error <= SCALE_SPREAD else None
+    if not update.is_quantized and error * size <= update.rounding():
+        return "rounded", known_gain
     if other_size <= SAME * size:
         return "missing", None
+    if update.is_quantized:
+        return _quantized_code(gain, gain_error), known_gain
     cosine = inner / (size * other_size)
     if abs(cosine) >= PARALLEL:
         return "scale" if abs(gain - 1.0) > SCALE_SPREAD else "approximated", gain
@@ -174,9 +177,12 @@ def _code(
 
 def _quantized_code(gain: float, error: float) -> str:
     """Return what a layer of a quantized model looks like, by its gain and the error of that."""
-    if error > SCALE_SPREAD or abs(gain - 1.0) <= 5 * SCALE_SPREAD:
+    if error > SCALE_SPREAD:
         return "rounded"
-    return "missing" if abs(gain) < 5 * SCALE_SPREAD else "scale"
+    if abs(gain) <= 3.0 * error:
+        return "missing"
+    # A base that has the same few bits draws what is added to it back to its own values.
+    return "rounded" if 0.0 < gain <= 1.0 + 5 * SCALE_SPREAD else "scale"
 
 
 # -- sums over a pair, or a matrix -----------------------------------------------------------------

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.files import Checkpoint
     from lsrdecomp.lora.measure.layer_differences import LayerDifference
 
+MOST = 0.75
+"""Share of ΔW below which rounding is said to have taken some of it; by hand."""
 FAULTS = {
     "missing": "layers that are the base's",
     "experts": "experts that are the base's",
@@ -113,14 +115,14 @@ def reasons_of(
 
 def _with_common_scale(differences: Sequence[LayerDifference]) -> list[LayerDifference]:
     """Return approximations that are all too large or small by one factor as of another scale."""
-    scales = [each.scale for each in differences if each.code == "approximated" and each.scale]
-    if len(scales) < 2 or abs(median(scales) - 1.0) <= SCALE_SPREAD:
-        return list(differences)
-    if max(scales) > (1.0 + SCALE_SPREAD) * min(scales):
-        return list(differences)
-    return [
-        replace(each, code="scale") if each.code == "approximated" else each for each in differences
-    ]
+    found = list(differences)
+    for code in ("approximated", "rounded"):
+        scales = [each.scale for each in found if each.code == code and each.scale]
+        if len(scales) < 2 or abs(median(scales) - 1.0) <= SCALE_SPREAD:
+            continue
+        if max(scales) <= (1.0 + SCALE_SPREAD) * min(scales):
+            found = [replace(each, code="scale") if each.code == code else each for each in found]
+    return found
 
 
 def _sentence(code: str, found: Sequence[LayerDifference], place: str, storage: str) -> str:
@@ -128,6 +130,10 @@ def _sentence(code: str, found: Sequence[LayerDifference], place: str, storage: 
     errors = [each.relative_error for each in found if each.relative_error is not None]
     largest = max(errors, default=0.0)
     first = found[0]
+    scales = [each.scale for each in found if each.scale is not None]
+    left = ""
+    if code == "rounded" and scales and min(scales) < MOST:
+        left = f": {max(0.0, min(scales)):.2g} to {max(scales):.2g} of ΔW is left"
     sentences = {
         "missing": f"{place} are the base's: nothing of ΔW is there",
         "experts": f"{place} are the base's: these experts were not converted or not loaded",
@@ -140,7 +146,7 @@ def _sentence(code: str, found: Sequence[LayerDifference], place: str, storage: 
         "permuted": f"{place} hold ΔW with rows or columns in another order, as llama.cpp has "
         "those of q and k",
         "unrelated": f"{place} have nothing in common with ΔW: it is another adapter's",
-        "rounded": f"{place} are rounded to {storage}, by up to {largest:.2g} times ΔW",
+        "rounded": f"{place} are rounded to {storage}, by up to {largest:.2g} times ΔW{left}",
         "approximated": f"{place} are approximated, with a weight error of up to {largest:.2g}",
     }
     return sentences[code]

@@ -259,10 +259,9 @@ def evaluate_tokens(
     batch_size = 16
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     base = Base("", model, None, Head.causal_lm)
-    total_loss = 0.0
-    n_correct = 0
-    n_tokens = 0
-    is_exact = [False] * len(rows)
+    losses: list[Tensor] = []  # summed over the tokens of a batch
+    parts: list[Tensor] = []  # of each token, whether it is the likeliest
+    counts: list[int] = []  # tokens of each example, in ``order``
     with evaluation_mode(model, autocast=autocast) as device:
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
@@ -271,20 +270,20 @@ def evaluate_tokens(
                 size=len(indices),
                 seed=None,
                 pad_token_id=pad,
-                device=device,
             )
             output = forward(base, inputs)
             is_completion = inputs[LOSS_MASK][:, 1:].bool()
-            targets = inputs["input_ids"][:, 1:][is_completion]
-            total_loss += float(F.cross_entropy(output.logits, targets, reduction="sum"))
-            is_correct = (output.logits.argmax(-1) == targets).cpu()
-            n_correct += int(is_correct.sum())
-            n_tokens += len(targets)
-            by_example = torch.split(is_correct, output.counts.tolist())
-            for i, correct_tokens in zip(indices, by_example, strict=True):
-                is_exact[i] = bool(correct_tokens.all())
-    loss = total_loss / n_tokens
-    accuracy = n_correct / n_tokens
+            targets = inputs["input_ids"][:, 1:][is_completion].to(device)
+            losses.append(F.cross_entropy(output.logits, targets, reduction="sum"))
+            parts.append(output.logits.argmax(-1) == targets)
+            counts += output.counts.tolist()
+    # A GPU is waited for here, once.
+    is_correct = torch.cat(parts).cpu()
+    is_exact = [False] * len(rows)
+    for i, correct_tokens in zip(order, torch.split(is_correct, counts), strict=True):
+        is_exact[i] = bool(correct_tokens.all())
+    loss = sum(torch.stack(losses).tolist()) / len(is_correct)
+    accuracy = int(is_correct.sum()) / len(is_correct)
     return Scores({}, accuracy, loss if np.isfinite(loss) else None, len(rows)), is_exact
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -313,6 +314,23 @@ def test_errors_name_what_is_missing(classifier, tmp_path):
             plain(classifier, [QUERY], Head.causal_lm), texts(1), out=tmp_path, seed=0, samples=8
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_class_without_probability_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).repeat(10_000, 1)
+    logits.requires_grad_()
+    score = sampled_log_likelihood(logits, Head.classification, torch.Generator().manual_seed(3))
+    assert torch.isfinite(score)
+    again = sampled_log_likelihood(logits, Head.classification, torch.Generator().manual_seed(3))
+    assert score == again
+
+
+def test_outputs_that_are_not_finite_are_told(classifier, tmp_path):
+    base = plain(copy.deepcopy(classifier), [QUERY])
+    with torch.no_grad():
+        next(base.model.parameters()).fill_(torch.nan)
+    with pytest.raises(CalibrationError, match="the model's outputs on these data are not finite"):
+        calibrate(base, texts(1), out=tmp_path / "statistics", seed=0, samples=8)
 
 
 def test_drawn_answers_have_the_fisher_matrix_of_the_model():

@@ -135,11 +135,11 @@ def test_calibrate_needs_no_texts(folder, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_verify_on_a_base_needs_no_texts(folder, tmp_path):
-    figures = tmp_path / "verified.json"
-    pair = (folder / "lora", folder / "small")
-    base = ("--base", folder / "base")
-    printed = run("verify", *pair, *base)
-    assert f"Outputs were compared on {WRITTEN}" in " ".join(printed.split())
-    run("verify", *pair, *base, "--json", figures)
-    assert json.loads(figures.read_text())["answers"]["written"] == WRITTEN
+def test_measure_on_a_base_needs_no_texts(folder, tmp_path):
+    figures = tmp_path / "measured.json"
+    printed = run(
+        *("measure", folder / "lora", folder / "small", "--base", folder / "base"),
+        *("--json", figures),
+    )
+    assert WRITTEN in " ".join(printed.split())
+    assert json.loads(figures.read_text())["fidelity"]["written"] == WRITTEN

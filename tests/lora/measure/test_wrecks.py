@@ -333,6 +333,24 @@ def test_four_bits_reduce_a_strong_one(measured, place, tmp_path):
     assert [reason.code for reason in found.reasons] == ["rounded"]
 
 
+def test_a_base_of_four_bits_draws_what_is_added_back(place, tmp_path):
+    """Merged weights that are rounded to the grid of the base lose most of a small ΔW."""
+    base = model_of()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(quantized(7)(parameter))
+    save_model(base, tmp_path / "base")
+    changed(place, place / "small", lora_alpha=0.6)
+    other = merged(place, tmp_path / "wreck", lora="small", base=base, change=quantized(7))
+    found = lsr.measure(
+        place / "small", other, base=str(tmp_path / "base"), data=place / "rows.jsonl"
+    )
+    assert found.verdict != "whole"
+    assert [reason.code for reason in found.reasons] == ["rounded"], repr(found)
+    assert "of ΔW is left" in found.reasons[0].sentence
+
+
 # -- sound outputs ---------------------------------------------------------------------------------
 
 

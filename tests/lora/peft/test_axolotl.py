@@ -163,6 +163,7 @@ def test_axolotl_itself_loads_the_plugin_and_its_settings(plugin):
         assert checked.lsr == {"separation_rank": 2}
         model, config = adapters.load_adapter(tiny_model(), checked, checked.adapter)
         assert config.separation_rank == 2
-        assert steps(model)[-1] < steps(model)[0] + 1
+        losses = steps(model)
+        assert losses[-1] < losses[0]
     finally:
         manager.plugins.clear()
