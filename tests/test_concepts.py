@@ -27,7 +27,7 @@ and numbers: constants, defaults of fields and defaults of parameters."""
 
 TRIPS = {
     "decompose": (24, 80),
-    "open": (9, 65),
+    "open": (10, 69),
     "compress and save": (55, 560),
 }
 """Files and functions of ours that a call runs through, at most. Of a search it is a little more
