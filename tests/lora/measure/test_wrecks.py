@@ -119,7 +119,7 @@ def quantized(step_count, block=32):
 
     def change(weight):
         blocks = weight.reshape(-1, block)
-        scale = blocks.abs().amax(1, keepdim=True) / step_count
+        scale = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / step_count
         return (torch.round(blocks / scale) * scale).reshape(weight.shape)
 
     return change
