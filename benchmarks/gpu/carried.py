@@ -106,7 +106,7 @@ def parts() -> list[Part]:
         Part("lora", "a LoRA of MiniLM, r = 16 on every layer, in bfloat16", 60, train_lora),
         Part("forms", f"LSR and SVD of it, {len(RATIOS)} sizes each", 120, make_forms, ("lora",)),
         Part("answers", "accuracy and what is kept, of all", 45, answers, ("lora", "forms")),
-        Part("layers", "as the first, 384 to 4,096 wide, 1 to 4,096 tokens", 240, all_layers),
+        Part("layers", "as the first, 384 to 4,096 wide, 1 to 4,096 tokens", 200, all_layers),
     ]
 
 
@@ -305,7 +305,7 @@ def train_lora(options: argparse.Namespace) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    last = float(loss)  # waits for the GPU
+    last = float(loss.detach())  # waits for the GPU
     model.save_pretrained(options.work / "lora")
     return {
         "steps": steps,

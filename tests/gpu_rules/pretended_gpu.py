@@ -7,7 +7,7 @@ waits. Kernels, memory and speed are those of the CPU: nothing is tested of them
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -266,12 +266,14 @@ def _waits(name: str, args: Any, kwargs: Any, *, to_gpu: bool) -> bool:
 
 def _place() -> str:
     """Return the file and line from which an operation was called, torch's own files aside."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename == __file__ or "/torch/" in frame.filename:
-            continue
-        for folder in ("/site-packages/", PACKAGE):
-            if folder in frame.filename:
-                return f"{frame.filename.rpartition(folder)[2]}:{frame.lineno}"
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and "/torch/" not in name:
+            for folder in ("/site-packages/", PACKAGE):
+                if folder in name:
+                    return f"{name.rpartition(folder)[2]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "a test"
 
 

@@ -20,6 +20,9 @@ FILES = (
     "test_token_classification_qa.py",
     "test_target_parameters.py",
     "test_config.py",
+    "test_initialization.py",
+    "test_mixed.py",
+    "test_tuners_utils.py",
     "test_lora_conversion.py",
     "test_low_level_api.py",
     "test_other.py",
@@ -28,7 +31,10 @@ FILES = (
 
 
 def peft_tests(work: Path) -> Path:
-    """The root of the source distribution of the installed PEFT, fetched once."""
+    """The root of PEFT's sources: PEFT_SOURCE, or those of the installed PEFT, fetched once."""
+    source = os.environ.get("PEFT_SOURCE")
+    if source:
+        return Path(source).resolve()
     name = f"peft-{version('peft')}"
     if not (work / name / "tests").is_dir():
         work.mkdir(parents=True, exist_ok=True)
