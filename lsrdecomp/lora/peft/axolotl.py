@@ -57,7 +57,7 @@ class LsrArguments(BaseModel):
     )
 
 
-class LsrPlugin(BasePlugin):
+class LsrPlugin(BasePlugin):  # type: ignore[misc]
     """Makes ``adapter: lsr`` an adapter of axolotl."""
 
     def get_input_args(self) -> str:
