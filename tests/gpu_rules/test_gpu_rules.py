@@ -30,15 +30,15 @@ from lsrdecomp.lora.train.methods import adapter_config
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
     """A classifier with its LoRA, and an LSR adapter made of that."""
-    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+    return write_directories(tmp_path_factory.mktemp("classifier"), "SEQ_CLS", layers=1)
 
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
     """A language model with its LoRA, and prompts."""
     folder = tmp_path_factory.mktemp("language")
-    make_base(folder)
-    make_lora(folder)
+    make_base(folder, layers=1)
+    make_lora(folder, layers=1)
     write_rows(folder / "rows.jsonl")
     plan = {"ratio": 2, "structure": "lsr", "storage": "float32"}
     lsr.compress(folder / "lora", **plan).save(folder / "lsr")
@@ -237,7 +237,7 @@ def test_an_adapter_on_the_device_becomes_a_lora(gpu, language):
         expected = base.model(tokens).logits
     config, tensors = to_lora(base.model)
     assert all(isinstance(tensor, GpuTensor) for tensor in tensors.values())
-    model = get_peft_model(tiny_model().to(NAME), config).eval()
+    model = get_peft_model(tiny_model(layers=1).to(NAME), config).eval()
     set_peft_model_state_dict(model, tensors)
     with torch.no_grad():
         found = model(tokens).logits
