@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli tes
 N ?= 50
 SEED ?= 0
 
-.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records gpu-plan release docs lint format types check clean
+.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records gpu-plan peft-suite release docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -76,6 +76,10 @@ llm: .venv/llm
 # Benchmarks whose records are of an older release, cheapest first: make records ARGS="--only cheap"
 records: .venv/test
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# PEFT's own tests against LSR, of the installed PEFT or of the clone that PEFT_SOURCE names
+peft-suite: .venv/test
+	$(BIN)/python tests/peft_suite/run.py $(ARGS)
 
 # What a GPU that is lent for two calls of five minutes is asked, and what is carried there
 gpu-plan: .venv/bin/pip

@@ -51,9 +51,6 @@ WRITTEN_OUT = {
     "test_low_level_api": "LoraConfig",
     "test_other": "LoraConfig",
     "test_lora_conversion": "LoKrConfig",
-    "test_initialization": "LoraConfig",
-    "test_mixed": "LoraConfig",
-    "test_tuners_utils": "LoraConfig",
 }
 # Of those files, what asks for LoRA's own names (of parameters, classes, a value of bias) or for
 # sizes of hub models.
