@@ -11,8 +11,8 @@ from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
 
 WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
-    WRITTEN: (0.005, 0.017, 2),
-    CONTINUED: (-0.018, 0.0, 1),
+    WRITTEN: (0.001, 0.021, 2),
+    CONTINUED: (-0.014, 0.004, 2),
 }
 """Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
 that a model wrote less the share on real texts: ``bias`` in
