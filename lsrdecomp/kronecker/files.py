@@ -131,7 +131,8 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
 
     Examples
     --------
-    >>>     >>> import numpy as np
+    >>> import tempfile
+    >>> import numpy as np
     >>> from lsrdecomp import SeparatedMatrix
     >>> matrix = SeparatedMatrix.from_factors([np.eye(2)[None]])
     >>> with tempfile.TemporaryDirectory() as folder:

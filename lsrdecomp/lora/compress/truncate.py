@@ -13,6 +13,7 @@ from lsrdecomp.lora.compress.truncation import truncation
 from lsrdecomp.lora.files import Checkpoint, file_or_directory
 from lsrdecomp.lora.files.writers.table import CUT_FORMATS
 from lsrdecomp.lora.search.request import Request
+from lsrdecomp.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from lsrdecomp.lora.compress.truncation import Truncation
@@ -109,6 +110,7 @@ def truncate(
     return truncate_request(checkpoint, request, to=to, on_step=on_step)
 
 
+@one_blas_thread
 def truncate_request(
     checkpoint: Checkpoint, request: Request, *, to: str = "same", on_step: OnStep | None = None
 ) -> Truncation:

@@ -97,6 +97,7 @@ class Truncation:
     --------
     >>> import tempfile
     >>> from importlib.resources import files
+    >>> from lsrdecomp.lora.compress import truncate
     >>> from lsrdecomp.lora.files import open_checkpoint
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> cut = truncate(lora, ratio=4)

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.solvers.svd.derivatives import rounding_gap, tied_gap, truncation_change
 
-Triples = tuple[jax.Array, jax.Array, jax.Array]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lsrdecomp.arrays import Array
+
+    Triples = tuple[Array, Array, Array]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def first_triples(matrix: jax.Array, rank: int) -> Triples:
+def first_triples(matrix: Array, rank: int) -> Triples:
     """Return the first ``rank`` singular triples of a matrix.
 
     Where values that are kept are equal, the tangents of the vectors are such that those of the sum
     are right; single terms have none there. Where the last value that is kept equals the first that
     is left out, or is rounding, they are NaN: within `jax.jit` nothing can be refused.
     """
-    u, sigma, vh = jnp.linalg.svd(matrix, full_matrices=False)
-    return u[:, :rank], sigma[:rank], vh[:rank, :]
+    return _with_derivative()(matrix, rank)
 
 
-@first_triples.defjvp
-def _first_triples_jvp(rank: int, primals: Any, tangents: Any) -> tuple[Triples, Triples]:
+@cache
+def _with_derivative() -> Callable[[Array, int], Triples]:
+    """Return the function and its rule; JAX is loaded where it is used."""
+    import jax
+
+    @partial(jax.custom_jvp, nondiff_argnums=(1,))
+    def truncated(matrix: Array, rank: int) -> Triples:
+        u, sigma, vh = jax.numpy.linalg.svd(matrix, full_matrices=False)
+        return u[:, :rank], sigma[:rank], vh[:rank, :]
+
+    truncated.defjvp(_derivative)
+    return truncated
+
+
+def _derivative(rank: int, primals: Any, tangents: Any) -> tuple[Triples, Triples]:
+    """Return the triples and their tangents."""
+    import jax.numpy as jnp
+
     (matrix,), (change,) = primals, tangents
     triples: Any = jnp.linalg.svd(matrix, full_matrices=False)
     u, sigma, vh = triples[0][:, :rank], triples[1][:rank], triples[2][:rank, :]
