@@ -44,6 +44,9 @@ WITHOUT = {
         "write_gguf",
         "write_lsr",
     },
+    "lsrdecomp.operators": {
+        "to_gpytorch",
+    },
     "lsrdecomp.lora.fleet": {
         "ray_runner",
     },

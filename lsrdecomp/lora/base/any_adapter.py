@@ -23,6 +23,12 @@ def takes_base(adapter: AdapterSource, **options: Any) -> bool:
     """Return whether ΔW of an adapter is not in its file, so that `open_adapter` takes a base.
 
     Parameters are those of `open_adapter`.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> takes_base(files("lsrdecomp.cli") / "demo_adapter")  # a LoRA's is
+    False
     """
     try:
         open_checkpoint(adapter, **options)

@@ -4,7 +4,6 @@ from .ask import ask_server as ask_server
 from .evaluator import Evaluator as Evaluator
 from .fidelity import Fidelity as Fidelity
 from .fidelity import Measurement as Measurement
-from .fidelity import bias_text as bias_text
 from .meter import Comparison as Comparison
 from .meter import measure as measure
 from .symptoms import Reason as Reason
