@@ -62,3 +62,11 @@ def write_directories(folder, kind, labels=3, layers=2):
     )
     export_lora(open_checkpoint(folder / "lora"), folder / "same")
     return folder
+
+
+def open_pair(base, source, written):
+    """Open a base with each of two adapters; its large weights are held once."""
+    from lsrdecomp.lora.base.open_bases import open_base
+
+    plain = open_base(base, source)
+    return plain.with_adapter(source), plain.with_adapter(written)

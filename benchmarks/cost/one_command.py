@@ -318,10 +318,11 @@ def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> di
     from lsrdecomp.lora.base.batches import prompt_batches
     from lsrdecomp.lora.base.dataset import read_examples
     from lsrdecomp.lora.base.divergence import Reference
-    from lsrdecomp.lora.base.open_bases import load_pair
+    from lsrdecomp.lora.base.open_bases import open_base
 
     torch.set_num_threads(1)
-    source, compressed = load_pair(base, str(lora), out)
+    plain = open_base(base, str(lora))
+    source, compressed = plain.with_adapter(str(lora)), plain.with_adapter(out)
     examples = sorted(read_examples(texts), key=lambda row: len(row.prompt) + len(row.completion))
     batches = [
         batch

@@ -227,7 +227,7 @@ def given_batches(_base: Base, items: Sequence[Item], size: int) -> Iterator[Bat
 
 def head_options(adapter: str | Path) -> dict[str, Any]:
     """Return the number of classes as a loader's argument, if an adapter brings a head."""
-    n_classes = n_saved_classes(adapter)
+    n_classes = _n_saved_classes(adapter)
     return {} if n_classes is None else {"num_labels": n_classes}
 
 
@@ -264,7 +264,7 @@ def adapter_task(adapter: Path) -> str:
     return task_type
 
 
-def n_saved_classes(adapter: str | Path) -> int | None:
+def _n_saved_classes(adapter: str | Path) -> int | None:
     """Return the number of classes of the head in an adapter's file; None if it has no head."""
     weights = Path(adapter) / WEIGHTS
     if not weights.exists():

@@ -110,7 +110,7 @@ class Reference:
         Parameters
         ----------
         compressed : Base
-            The same base with the compressed adapter, as `load_pair` opens the two.
+            The same base with the compressed adapter, as `Base.with_adapter` returns it.
 
         Returns
         -------

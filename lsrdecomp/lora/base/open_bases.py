@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.lora.base.base_model import Base, n_saved_classes, open_text_base, own_base
+from lsrdecomp.lora.base.base_model import Base, open_text_base, own_base
 from lsrdecomp.lora.base.diffusion_base import open_diffusion
 from lsrdecomp.lora.base.other_bases import open_other
 from lsrdecomp.lora.files.file_checks import is_diffusers
@@ -56,46 +56,6 @@ def load_base(
         base, adapter, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     return plain.with_adapter(adapter)
-
-
-def load_pair(
-    base: str | Path,
-    source: str | Path,
-    compressed: str | Path,
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-) -> tuple[Base, Base]:
-    """Open the same base twice, once with each adapter; its large weights are held once.
-
-    Parameters
-    ----------
-    base : str or path
-        As `load_base` takes it.
-    source, compressed : path
-        PEFT directories of one task type, of any kinds PEFT opens.
-    dtype, device : str
-        Precision and device of the base.
-    trust_remote_code : bool
-        Whether program code that the base brings may run; without, such a base is refused.
-
-    Raises
-    ------
-    CheckpointError
-        As `load_base`; and if ``source`` brings a head that ``compressed`` lacks: its outputs would
-        be noise.
-    """
-    n_source = n_saved_classes(source)
-    n_compressed = n_saved_classes(compressed)
-    if n_source != n_compressed:
-        raise CheckpointError(
-            "the adapters have different heads, "
-            f"{n_source or 'no'} labels in {source} and {n_compressed or 'no'} labels in "
-            f"{compressed}; their outputs cannot be compared"
-        )
-    plain = open_base(base, source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    return plain.with_adapter(source), plain.with_adapter(compressed)
 
 
 def open_base(

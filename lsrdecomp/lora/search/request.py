@@ -364,7 +364,11 @@ def _refuse_unread(
         subject = interface.name(name)
         if name == "storage":  # another storage is read
             subject = _example(interface, name, value)
-        way = _way_to_be_read(name, goal, route, interface, has_base="base" in given)
+        rival = _rival(name, requested, interface)
+        if rival is not None:
+            way = f"never read together with {interface.name(rival)}: leave one of the two out"
+        else:
+            way = _way_to_be_read(name, goal, route, interface, has_base="base" in given)
         subjects_by_way.setdefault(way, []).append(subject)
     if subjects_by_way:
         parts = [f"{_listed(names)} {way}" for way, names in subjects_by_way.items()]
@@ -373,6 +377,18 @@ def _refuse_unread(
 
 def _routes_that_read(name: str, interface: Interface) -> frozenset[Route]:
     return frozenset(interface.own_options.get(name) or READ_ON[name])
+
+
+def _rival(name: str, requested: Mapping[str, Any], interface: Interface) -> str | None:
+    """Return a requested setting that no route reads together with another; None if there is none.
+
+    Sending a user to the route of one would have that route send back for the other.
+    """
+    readers = _routes_that_read(name, interface)
+    for other in requested:
+        if readers.isdisjoint(_routes_that_read(other, interface)):
+            return other
+    return None
 
 
 def _is_read(name: str, value: object, goal: str, route: Route, interface: Interface) -> bool:

@@ -79,8 +79,8 @@ def distil_factors(
     Parameters
     ----------
     student : Base
-        The teacher's base with another adapter, as `load_pair` opens the two. Only LSR factors are
-        trained, in float32.
+        The teacher's base with another adapter, as `Base.with_adapter` returns it. Only LSR factors
+        are trained, in float32.
     data : DistillationData
         Its batches are repeated in epochs, each in an order drawn from ``seed``.
     steps : int

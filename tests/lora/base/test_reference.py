@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from tiny_bases import TEXTS, make_model, write_directories  # noqa: E402
+from tiny_bases import TEXTS, make_model, open_pair, write_directories  # noqa: E402
 
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import (  # noqa: E402
@@ -23,13 +23,13 @@ from lsrdecomp.lora.base.divergence import (  # noqa: E402
 )
 from lsrdecomp.lora.base.forward import forward, forward_repeatable, output_layer  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.open_bases import load_base, load_pair  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["SEQ_CLS", "CAUSAL_LM"])
 def pair(request, tmp_path_factory):
     folder = write_directories(tmp_path_factory.mktemp(request.param.lower()), request.param)
-    return load_pair(folder / "base", folder / "lora", folder / "lsr")
+    return open_pair(folder / "base", folder / "lora", folder / "lsr")
 
 
 def all_batches(base, size=6):
@@ -54,7 +54,7 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
 
 def test_right_answers_are_those_that_the_data_have_token_by_token(tmp_path):
     folder = write_directories(tmp_path, "CAUSAL_LM")
-    source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
+    source, written = open_pair(folder / "base", folder / "lora", folder / "lsr")
     prompts = torch.tensor([[3, 4 + i, 5 + 2 * i] for i in range(12)])
 
     def likeliest(model):

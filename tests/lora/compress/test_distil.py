@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 import processes  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_bases import write_directories  # noqa: E402
+from tiny_bases import open_pair, write_directories  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
@@ -34,7 +34,6 @@ from lsrdecomp.lora.base import autocast as mixed_precision  # noqa: E402
 from lsrdecomp.lora.base.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.open_bases import load_pair  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402
@@ -264,7 +263,7 @@ def test_where_no_rate_is_stable_the_record_says_so(classifier, tmp_path, monkey
 @pytest.mark.parametrize("has_units", [True, False])
 def test_mixed_precision_learns_as_much(language_model, tmp_path, monkeypatch, has_units):
     monkeypatch.setattr(mixed_precision, "has_bfloat16_units", lambda: has_units)
-    _, student = load_pair(
+    _, student = open_pair(
         language_model / "base", language_model / "lora", weakened(language_model, tmp_path / "w")
     )
     dtypes = []
@@ -347,7 +346,7 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(
 
 
 def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
-    source, student = load_pair(
+    source, student = open_pair(
         language_model / "base", language_model / "lora", weakened(language_model, tmp_path / "w")
     )
     embed = source.model.get_input_embeddings()

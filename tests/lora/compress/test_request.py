@@ -406,3 +406,8 @@ def test_a_request_takes_the_storage_that_suits_its_goal() -> None:
     assert (given.storage, given.plan.storage) == ("float16", "float16")
     in_float32 = Request.parse({"storage": "float32"}, plan=plan).for_adapter("float16")
     assert in_float32.plan.storage == "float32"
+
+
+def test_settings_of_different_roads_do_not_send_one_in_a_circle() -> None:
+    text = refused("--only", "*.query", "--structure", "lsr", "--ratio", "8", "--dry-run")
+    assert "--only is never read together with --structure: leave one of the two out" in text

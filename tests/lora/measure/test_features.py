@@ -8,13 +8,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from tiny_bases import TEXTS, write_directories  # noqa: E402
+from tiny_bases import TEXTS, open_pair, write_directories  # noqa: E402
 
 from lsrdecomp.lora.base.base_model import Base  # noqa: E402
 from lsrdecomp.lora.base.batches import text_batches  # noqa: E402
 from lsrdecomp.lora.base.divergence import without_delta  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
-from lsrdecomp.lora.base.open_bases import load_pair  # noqa: E402
 from lsrdecomp.lora.measure.features import forward_with_features  # noqa: E402
 from lsrdecomp.lora.measure.teacher import feature_distance, teacher_batch  # noqa: E402
 
@@ -74,7 +73,7 @@ def test_a_model_whose_last_layer_is_not_known_has_no_features():
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
 def test_a_teacher_batch_has_the_logits_and_features_of_the_teacher(kind, tmp_path):
     folder = write_directories(tmp_path, kind)
-    source, written = load_pair(folder / "base", folder / "lora", folder / "lsr")
+    source, written = open_pair(folder / "base", folder / "lora", folder / "lsr")
     (batch,) = text_batches(source, TEXTS, size=len(TEXTS), max_length=16, seed=0)
     known = teacher_batch(source, batch)
     output, features = forward_with_features(source, batch)
