@@ -217,7 +217,8 @@ def test_a_setting_reaches_the_route_or_is_refused_in_python(
         plain = received_in_python(route, without, monkeypatch)
         assert received_in_python(route, asked, monkeypatch) != plain
         return
-    with pytest.raises(LsrError, match=rf"\b{setting}\b.* (is|are) (not read where|read with) "):
+    words = rf"\b{setting}\b.* (is|are) (not read where|read with|never read together with) "
+    with pytest.raises(LsrError, match=words):
         received_in_python(route, asked, monkeypatch)
 
 
@@ -272,9 +273,9 @@ def test_an_option_reaches_the_route_or_is_refused_on_the_command_line(
     if route in {**READ_ON, **OWN_OPTIONS}[setting]:
         assert received_by_command(asked) != received_by_command(without)
         return
-    words = rf"{flag(setting)}\b.* (is|are) (not read where|read with) "
+    words = rf"{flag(setting)}\b.* (is|are) (not read where|read with|never read together with) "
     if setting == "to":  # it is the others that are not read with it
-        words = "(is|are) not read where .*: leave out --to"
+        words = "(is|are) (not read where .*: leave out|never read together with) --to"
     with pytest.raises(LsrError, match=words):
         received_by_command(asked)
 
