@@ -128,7 +128,10 @@ def measured(job: Job, arguments: argparse.Namespace) -> Row:
         settings = EvaluatorSettings(seed=job.seed)
         evaluator = Evaluator(arguments.base, lora, given, settings, journal=journal)
     wrote = time.process_time()
-    small = work / f"small-{job.compressed_by}-{arguments.bytes}"
+    stem = f"small-{job.compressed_by}-{arguments.bytes}"
+    small = work / f"{stem}-{evaluator.key[:12]}"  # other texts make another
+    if job.seed != job.compressed_by:
+        (small,) = work.glob(f"{stem}-*")
     if not small.exists():
         plan = CompressionPlan(bytes=arguments.bytes, storage="auto")
         searched = search_adapter(
