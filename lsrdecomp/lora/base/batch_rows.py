@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from lsrdecomp.errors import CalibrationError
@@ -51,21 +52,10 @@ def call_with(model: Callable[..., Any], batch: Batch) -> Any:
     return model(*(batch[number] for number in numbers), **named)
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a value with ``function`` applied to every tensor in it, however deep."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: map_tensors(each, function) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([map_tensors(each, function) for each in value])
-    return value
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in a value, in the order of its entries."""
     found: list[Tensor] = []
-    map_tensors(value, found.append)
+    recursively_apply(found.append, value)
     return found
 
 
@@ -95,8 +85,7 @@ def split_rows(batch: Batch) -> list[dict[str, Any]]:
         return tensor[row : row + 1] if has_rows else tensor
 
     return [
-        map_tensors(batch, lambda tensor, row=row: row_of(tensor, row))  # type: ignore[misc]
-        for row in range(size)
+        recursively_apply(lambda tensor, row=row: row_of(tensor, row), batch) for row in range(size)
     ]
 
 

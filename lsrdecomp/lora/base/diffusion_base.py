@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.gateway import library_class, open_pretrained
 from lsrdecomp.lora.base.base_model import Base
-from lsrdecomp.lora.base.batch_rows import join_rows, map_tensors, n_rows, split_rows
+from lsrdecomp.lora.base.batch_rows import join_rows, n_rows, split_rows
 from lsrdecomp.lora.base.dataset import DataError
 from lsrdecomp.lora.base.heads import Batch, Head
 from lsrdecomp.lora.base.texts import Example
@@ -194,7 +195,7 @@ def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> 
         arguments = parameters.bind(_module, *args, **kwargs).arguments
         _, *names = arguments  # without self
         call = {key: arguments[key] for key in names if key != "return_dict"}
-        calls.append(map_tensors(call, lambda tensor: tensor.detach().to("cpu", copy=True)))
+        calls.append(recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), call))
 
     handle = denoiser.register_forward_pre_hook(record, with_kwargs=True)
     try:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from lsrdecomp.lora.base.batch_rows import map_tensors
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head, loss_mask, prediction_logits
 from lsrdecomp.lora.base.tokens import ROW_COUNTS, model_inputs
 
@@ -77,7 +77,7 @@ def forward(base: Base, batch: Batch, *, full_logits: bool = False) -> BatchLogi
     # Found where the batch lies, on the CPU as a rule: the number of predictions shapes what
     # follows, and the CPU would wait for a GPU to count them.
     positions = _predicting_positions(batch, base.head)
-    inputs = map_tensors(batch, lambda tensor: tensor.to(device))
+    inputs = send_to_device(batch, device)
     layer = output_layer(base)
     # 1. Where every position predicts, or the model has no output layer for tokens, take what the
     #    model returns.
