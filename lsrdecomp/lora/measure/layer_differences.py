@@ -7,7 +7,9 @@ difference of a merged weight and the base's.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.lora.files.progress import Counter
 from lsrdecomp.lora.search.layers import layer_pair
+from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.targets.target import LowRank
 from lsrdecomp.threads import one_blas_thread
 
@@ -39,8 +42,9 @@ FAR = 0.9
 """Relative error from which a layer may be another one; by hand."""
 SCALE_SPREAD = 0.05
 """Relative difference up to which scales are the same; by hand."""
-PROBES = 4
-"""Random vectors by whose products layers that were exchanged are found."""
+PROBES = 8
+"""Random vectors on either side, by whose products layers that were exchanged are looked for; by
+hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +118,13 @@ def compare_layers(
         for each in differences
         if each.code in ("unrelated", "approximated") and (each.relative_error or 0.0) >= FAR
     ]
-    for name, partner in _exchanged(source, updates, unlike).items():
-        index = next(i for i, each in enumerate(differences) if each.name == name)
-        differences[index] = replace(differences[index], code="exchanged", resembles=partner)
-    return differences
+    partners = _exchanged(source, updates, unlike)
+    return [
+        replace(each, code="exchanged", resembles=partners[each.name])
+        if each.name in partners
+        else each
+        for each in differences
+    ]
 
 
 def _compare(name: str, pair: LowRank, update: StoredUpdate | None) -> LayerDifference:
@@ -213,8 +220,7 @@ def _transposed_product(pair: LowRank, other: Delta) -> float:
 def _distance(pair: LowRank, other: Delta) -> float:
     """Return ‖ΔW − ΔŴ‖_F."""
     if isinstance(other, LowRank):
-        left = np.hstack([pair.left, -other.left])
-        return LowRank(left, np.vstack([pair.right, other.right])).norm
+        return pair_distance(pair.left, pair.right.T, other.left, other.right.T)
     return float(np.linalg.norm(pair.to_matrix() - other))
 
 
@@ -247,22 +253,33 @@ def _exchanged(
     """Return, of layers that are unlike the LoRA's, the layer of the LoRA that they are."""
     if not unlike:
         return {}
-    signatures = {
-        layer.name: _signature(layer_pair(source, layer))
-        for layer in source.layers
-        if not all(side == 0 for side in layer.shape)
-    }
+    names = defaultdict(list)
+    signatures = defaultdict(list)
+    for layer in source.layers:
+        pair = layer_pair(source, layer)
+        names[pair.shape].append(layer.name)
+        signatures[pair.shape].append(_signature(pair))
     partners = {}
     for name in unlike:
-        found = _signature(updates[name].read())
-        for other, signature in signatures.items():
-            if signature.shape == found.shape and float(np.vdot(signature, found)) >= PARALLEL:
-                partners[name] = other
+        other = updates[name].read()
+        cosines = np.asarray(signatures[other.shape]) @ _signature(other)
+        nearest = int(np.argmax(cosines))
+        if cosines[nearest] < PARALLEL:
+            continue
+        partner = names[other.shape][nearest]
+        pair = layer_pair(source, source.layer(partner))
+        if _inner_product(pair, other) >= PARALLEL * pair.norm * _norm(other):
+            partners[name] = partner
     return partners
 
 
 def _signature(delta: Delta) -> Array:
-    """Return ΔW times a few random vectors, of norm one."""
-    vectors = np.random.default_rng(0).standard_normal((delta.shape[1], PROBES))
-    product = _times(delta, vectors)
-    return product / max(float(np.linalg.norm(product)), np.finfo(float).tiny)
+    """Return the products of ΔW with random vectors on both sides, of norm one."""
+    rows, columns = delta.shape
+    products = (_probes(rows).T @ _times(delta, _probes(columns))).ravel()
+    return products / max(float(np.linalg.norm(products)), np.finfo(float).tiny)
+
+
+@cache
+def _probes(size: int) -> Array:
+    return np.random.default_rng(size).standard_normal((size, PROBES))
