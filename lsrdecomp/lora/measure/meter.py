@@ -334,7 +334,7 @@ class _Work:
         """Compare with a model that the LoRA was merged into."""
         if self.base is None:
             raise LsrError(
-                f"{path} is a whole model: give the base that it was merged into (base=)"
+                f"{path} is a whole model: give the base that it was merged into (--base, base=)"
             )
         source = open_adapter(self.lora, self.base_path)
         differences: list[LayerDifference] = []
