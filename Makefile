@@ -71,7 +71,7 @@ servers: .venv/servers
 
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.lora.base.base_files import find_base; print('smollm2 is', find_base('smollm2'))"
-	@echo "Next: $(BIN)/lsrdecomp finetune --model smollm2 --data FILE.jsonl --out my-lora, as docs/evidence/language-models.md goes on"
+	@echo "Next: $(BIN)/lsrdecomp finetune --base smollm2 --data FILE.jsonl --out my-lora, as docs/evidence/language-models.md goes on"
 
 # Benchmarks whose records are of an older release, cheapest first: make records ARGS="--only cheap"
 records: .venv/test

@@ -213,7 +213,7 @@ JOBS = (
         "compare SST-2",
         ("compare-sst2",),
         "benchmarks.lab compare benchmarks/experiments/sst2-minilm.toml --quiet "
-        "--data {published}/glue --model {encoder} --out {work}/sst2 "
+        "--data {published}/glue --base {encoder} --out {work}/sst2 "
         "--json benchmarks/results/compare-sst2.json --force",
         12,
     ),
@@ -221,7 +221,7 @@ JOBS = (
         "recover SST-2",
         ("recover-minilm",),
         "benchmarks.lab recover benchmarks/experiments/recover-minilm.toml --quiet "
-        "--data {published}/glue --model {encoder} --out {work}/recover-minilm "
+        "--data {published}/glue --base {encoder} --out {work}/recover-minilm "
         "--json benchmarks/results/recover-minilm.json --force",
         10,
     ),

@@ -13,7 +13,7 @@ A LoRA adapter
     `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers
     `compress`         makes one smaller: to a size, an error, or a share of its effect to keep
     `measure`          how much of one is left in an adapter, a merged model or a server
-    `distil`           trains a compressed adapter on the outputs of its LoRA, without labels
+    `distill`           trains a compressed adapter on the outputs of its LoRA, without labels
     `read_statistics`  reads what ``lsrdecomp calibrate`` wrote: errors then count the outputs
 
 Sizes and goals

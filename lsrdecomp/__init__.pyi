@@ -17,7 +17,7 @@ from .kronecker.separated import SeparatedMatrix as SeparatedMatrix
 from .kronecker.shape import KroneckerShape as KroneckerShape
 from .kronecker.shape import ProductShape as ProductShape
 from .lora.compress.compress_lora import compress as compress
-from .lora.compress.distil_lora import distil as distil
+from .lora.compress.distill_lora import distill as distill
 from .lora.files import open_checkpoint as open_checkpoint
 from .lora.files.statistics import read_statistics as read_statistics
 from .lora.measure.meter import measure as measure

@@ -48,12 +48,6 @@ class Check(NamedTuple):
     """Returns the values that pass, or the usual ones, where they are few enough to offer."""
 
 
-class Alias(NamedTuple):
-    """Another spelling of a field, such as a shorter one: it is read, and never written."""
-
-    name: str
-
-
 class Flag:
     """A property of a field that its type does not tell, with the first words of its help."""
 
@@ -131,7 +125,6 @@ class Field:
     help: str
     default: Any  # MISSING where it must be given
     optional: bool  # None is a value
-    names: tuple[str, ...]  # its own and other spellings
     flags: frozenset[Flag]
 
     def validate(self, value: Any, error: type[LsrError]) -> Any:
@@ -179,13 +172,10 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
         default = entry.default_factory()
     check = BY_TYPE[type_]
     help_text = ""
-    aliases = []
     flags = set()
     for note in notes:
         if isinstance(note, Check):
             check = note
-        elif isinstance(note, Alias):
-            aliases.append(note.name)
         elif isinstance(note, Flag):
             flags.add(note)
             help_text += note.help_prefix
@@ -198,7 +188,6 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
         help=help_text,
         default=default,
         optional=NoneType in alternatives,
-        names=(entry.name, *aliases),
         flags=frozenset(flags),
     )
 
@@ -237,24 +226,12 @@ class Settings:
         return json.loads(json.dumps(values, allow_nan=False, default=dict))  # type: ignore[no-any-return]
 
     @classmethod
-    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values under their fields' own names.
-
-        Raises
-        ------
-        SettingsError
-            If a name is unknown, or two are spellings of one.
-        """
-        own_names = {name: field.name for field in cls.fields.values() for name in field.names}
-        result: dict[str, Any] = {}
-        for name, value in values.items():
-            if name not in own_names:
+    def checked_names(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values, or raise SettingsError if one is under a name that is no field's."""
+        for name in values:
+            if name not in cls.fields:
                 raise cls.error(f"no setting is called {unknown(str(name), cls.fields)}")
-            own_name = own_names[name]
-            if own_name in result or (name != own_name and own_name in values):
-                raise cls.error(f"{name} is another name of {own_name}: give one of them")
-            result[own_name] = value
-        return result
+        return dict(values)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -265,7 +242,7 @@ class Settings:
         SettingsError
             If a key is unknown, one that is needed is missing, or a value is impossible.
         """
-        settings = cls.canonical({**cls.implied(values), **values})
+        settings = cls.checked_names({**cls.implied(values), **values})
         for name, field in cls.fields.items():
             if field.default is dataclasses.MISSING and name not in settings:
                 raise cls.error(f"{name} must be given: {field.help}")

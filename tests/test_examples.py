@@ -34,7 +34,7 @@ ROOMS = (
 )
 WITHOUT = {
     "lsrdecomp": {
-        "distil",
+        "distill",
     },
     "lsrdecomp.lora.files": {
         "GgufBase",
@@ -62,7 +62,7 @@ WITHOUT = {
     },
     "lsrdecomp.lora.compress": {
         "MeasuredCompression",
-        "distil",
+        "distill",
         "truncate",
     },
     "lsrdecomp.lora.measure": {

@@ -46,10 +46,10 @@ def test_without_an_extra_the_way_out_is_told(missing, code, words):
 
 BASE = ["--base", "base", "--data", "texts.jsonl"]
 VERBS = {
-    "finetune": ["--model", "base", "--data", "texts.jsonl", "--out", "out"],
+    "finetune": ["--base", "base", "--data", "texts.jsonl", "--out", "out"],
     "compress": ["lora", *BASE, "--keep", "0.9", "--out", "out"],
     "calibrate": ["base", "--adapter", "lora", "--data", "texts.jsonl", "--out", "x.npz"],
-    "distil": ["lora", "--teacher", "lora", *BASE, "--out", "out"],
+    "distill": ["lora", "--teacher", "lora", *BASE, "--out", "out"],
     "measure": ["lora", "lora", *BASE],
 }
 

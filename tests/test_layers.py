@@ -340,7 +340,7 @@ PUBLIC = {
     "compress",
     "decompose",
     "decompose_each",
-    "distil",
+    "distill",
     "error_curve",
     "load",
     "measure",

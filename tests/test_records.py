@@ -84,7 +84,7 @@ def by_seed(name):
 
 def in_readme():
     yield f"know how much of its effect is left: a LoRA of {of_keep_nine_tenths()} of it"
-    gemma = opened(one_command("gemma-3-270m keep .95 distil 60"))
+    gemma = opened(one_command("gemma-3-270m keep .95 distill 60"))
     yield (
         f"one of Gemma-3-270M to [{gemma:.1f} "
         "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"
@@ -101,15 +101,15 @@ def in_readme():
         "classifier head)"
     )
     e2e = small_adapters("E2E")
-    distilled = by_seed("smollm2 keep .95 distil 60")
+    distilled = by_seed("smollm2 keep .95 distill 60")
     size = fmean(row["bytes"] for row in distilled) / 1000
     yield f"from {e2e.about['bytes_of_lora'] / 1e6:.1f} MB to [{size:.1f} kB in all]"
     yield f"(the mean of {WORDS[len(distilled)]} runs)"
     (options,) = {tuple(row["options"]) for row in distilled}
-    yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
-    (near,) = by_seed("smollm2 keep .99 distil 100")
+    yield f"With `--keep {options[1]} --distill {options[3]}` it also trains"
+    (near,) = by_seed("smollm2 keep .99 distill 100")
     options = near["options"]
-    yield f"with `--keep {options[1]} --distil {options[3]}` to {near['bytes'] / 1000:.1f} kB"
+    yield f"with `--keep {options[1]} --distill {options[3]}` to {near['bytes'] / 1000:.1f} kB"
     names = ("Fisher core", "LSR", "Uni-LoRA")
     cores, ours, theirs = (short(e2e.share(name, 1000).value) for name in names)
     assert cores == ours
@@ -144,7 +144,7 @@ def in_index():
     """The card of a LoRA: its words, and what its picture draws (`docs/_extensions/cards.py`)."""
     yield f"Make it small: one of {of_keep_nine_tenths()} of its effect."
     lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
-    drawn = one_command("smollm2 keep .95 distil 60")
+    drawn = one_command("smollm2 keep .95 distill 60")
     yield f"An adapter shrinks from {lora_bytes / 1e6:.1f} MB to {drawn['bytes'] / 1000:.1f} kB"
 
 
@@ -213,7 +213,7 @@ def of_sums():
 def of_gemma():
     """Another base."""
     smaller, trained = (
-        one_command(f"gemma-3-270m {name}") for name in ("keep .9", "keep .95 distil 60")
+        one_command(f"gemma-3-270m {name}") for name in ("keep .9", "keep .95 distill 60")
     )
 
     def said(row):
@@ -227,7 +227,7 @@ def of_gemma():
 
     n_texts = smaller["texts"]
     yield f"`compress --keep 0.9` with {n_texts} prompts wrote {said(smaller)}"
-    yield f"`--keep 0.95 --distil 60` wrote {said(trained)}"
+    yield f"`--keep 0.95 --distill 60` wrote {said(trained)}"
 
 
 def in_language_models():

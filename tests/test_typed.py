@@ -7,9 +7,9 @@ from typing import get_type_hints
 
 import pytest
 
-from lsrdecomp import compress, distil
+from lsrdecomp import compress, distill
 from lsrdecomp.lora.compress import truncate
-from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.compress.distill_settings import DistillSettings
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import CompressionPlan
 
@@ -32,7 +32,9 @@ columns: int = lsr.operators.solve(result, np.ones(16)).x.ndim
 lsr.compress("my-lora/", ratio=10, storage="float16", device="cuda").save("small/")
 small = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, seed=1)
 kept: float = small.fidelity.kept
-lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", steps=60, rate=1e-3)
+lsr.distill(
+    "small/", base="smollm2", data="texts.txt", teacher="my-lora/", steps=60, learning_rate=1e-3
+)
 """
 WRONG = """
 import numpy as np
@@ -42,7 +44,7 @@ import lsrdecomp as lsr
 rank: str = lsr.decompose(np.eye(16), rank=1).separation_rank
 lsr.compress("my-lora/", ration=10)
 lsr.compress("my-lora/", ratio="ten")
-lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", step=60)
+lsr.distill("small/", base="smollm2", data="texts.txt", teacher="my-lora/", step=60)
 x: str = lsr.operators.solve(lsr.decompose(np.eye(16), rank=1), np.ones(16)).x
 """
 
@@ -90,13 +92,13 @@ def test_a_program_of_a_user_passes_strict_checking_and_a_wrong_one_does_not(tmp
             CompressionPlan,
             tuple(name for name in CompressionPlan.fields if name != "only"),
         ),
-        (compress, MeasuredSettings, ("keep", "distil", "seed", "device")),
+        (compress, MeasuredSettings, ("keep", "distill", "seed", "device")),
         (
             truncate,
             CompressionPlan,
             ("ratio", "bytes", "parameters", "rtol", "storage", "max_rank", "only"),
         ),
-        (distil, DistilSettings, ("steps", "rate", "seed", "device")),
+        (distill, DistillSettings, ("steps", "learning_rate", "seed", "device")),
     ],
 )
 def test_an_argument_has_the_type_of_its_setting_and_none_says_that_it_is_not_given(

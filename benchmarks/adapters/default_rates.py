@@ -35,7 +35,7 @@ from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
 ENCODER_TASK = ENCODER | {"steps": 200}
 LANGUAGE = {
-    "model": "smollm2",
+    "base": "smollm2",
     "batch": 4,
     "steps": 50,
     "dev_examples": 32,
@@ -75,8 +75,8 @@ class Place:
             return settings | {"data": data, "dev_data": str(files / name / "held.jsonl")}
         if task == "embedded":
             place = embedded(self.work / "base")
-            return published(settings | {"model": str(place.model), "data": str(place.data)})
-        settings |= {"model": encoder(), "data": str(self.data / "glue")}
+            return published(settings | {"base": str(place.model), "data": str(place.data)})
+        settings |= {"base": encoder(), "data": str(self.data / "glue")}
         write_files(settings)
         return published(settings)
 

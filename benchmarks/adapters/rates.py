@@ -97,8 +97,8 @@ class Place:
                 write_task(name, self.data, files)
             data = str(files / name / "train.jsonl")
             dev = str(files / name / "held.jsonl")
-            return COMMON | LANGUAGE | {"model": "smollm2", "data": data, "dev_data": dev}
-        own = {"model": encoder(), "task": self.task, "data": str(self.data / "glue")}
+            return COMMON | LANGUAGE | {"base": "smollm2", "data": data, "dev_data": dev}
+        own = {"base": encoder(), "task": self.task, "data": str(self.data / "glue")}
         settings = COMMON | ENCODER | own
         write_files(settings)
         return published(settings)

@@ -1,7 +1,7 @@
 """A fleet of small adapters: throughput with one and two workers, and three kills without loss.
 
 python -m benchmarks.cost.fleet [--adapters 1000] [--work DIR]
-python -m benchmarks.cost.fleet --adapters 0 --timed 0 --shared ADAPTERS --calibrated STATISTICS
+python -m benchmarks.cost.fleet --adapters 0 --timed 0 --shared ADAPTERS --statistics STATISTICS
 [--ratio 48]
 
 Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last,
@@ -212,9 +212,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
-        "--shared", type=Path, help="directory of adapters of one base; needs --calibrated"
+        "--shared", type=Path, help="directory of adapters of one base; needs --statistics"
     )
-    parser.add_argument("--calibrated", type=Path, help="their statistics at the same places")
+    parser.add_argument("--statistics", type=Path, help="their statistics at the same places")
     parser.add_argument("--ratio", type=float, default=48.0)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet.json")
@@ -230,7 +230,7 @@ def main() -> None:
         if options.adapters:
             record["resumed"] = resumed(Path(name), options.adapters)
         if options.shared:
-            record["shared"] = shared(options.shared, options.calibrated, options.ratio, Path(name))
+            record["shared"] = shared(options.shared, options.statistics, options.ratio, Path(name))
     records.save(options.out, record, seed=None)
     print(json.dumps(record, indent=1))
 

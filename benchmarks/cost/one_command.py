@@ -64,23 +64,23 @@ class Command:
         """A guess of its CPU minutes, by which rows are ordered."""
         if self.task == REVIEWS:
             return 1.0
-        steps = int(self.options[-1]) if "--distil" in self.options else 0
+        steps = int(self.options[-1]) if "--distill" in self.options else 0
         return 3.0 + 0.05 * steps
 
 
 REVIEWS = "reviews"
-KEEP_95 = ("--keep", "0.95", "--distil", "60")
+KEEP_95 = ("--keep", "0.95", "--distill", "60")
 COMMANDS = {
     "demo keep .8": Command(REVIEWS, ("--keep", "0.8")),
     "smollm2 keep .9": Command("e2e", ("--keep", "0.9")),
-    "smollm2 keep .95 distil 60": Command("e2e", KEEP_95),
-    "smollm2 sums keep .95 distil 60": Command("arithmetic", KEEP_95),
-    "smollm2 extraction keep .95 distil 60": Command("extraction", KEEP_95),
-    "smollm2 keep .99 distil 100": Command("e2e", ("--keep", "0.99", "--distil", "100")),
+    "smollm2 keep .95 distill 60": Command("e2e", KEEP_95),
+    "smollm2 sums keep .95 distill 60": Command("arithmetic", KEEP_95),
+    "smollm2 extraction keep .95 distill 60": Command("extraction", KEEP_95),
+    "smollm2 keep .99 distill 100": Command("e2e", ("--keep", "0.99", "--distill", "100")),
 }
 OTHER_BASES = {
     "gemma-3-270m keep .9": Command("e2e", ("--keep", "0.9")),
-    "gemma-3-270m keep .95 distil 60": Command("e2e", KEEP_95),
+    "gemma-3-270m keep .95 distill 60": Command("e2e", KEEP_95),
 }
 """Commands that are only run by name."""
 TRAINING_STEPS = {"e2e": 110, "extraction": 110, "arithmetic": 150, "tickets": 110}
@@ -168,7 +168,7 @@ def train_lora(task: str, arguments: argparse.Namespace) -> None:
     from lsrdecomp.lora.train.finetune_settings import FinetuneSettings
 
     settings = {
-        "model": arguments.base,
+        "base": arguments.base,
         "data": str(arguments.tasks / task / "train.jsonl"),
         "dev_data": str(arguments.tasks / task / "held.jsonl"),
         "dev_examples": 16,

@@ -82,7 +82,7 @@ def lora(options: argparse.Namespace) -> dict[str, Any]:
     if options.adapter is None and not (out / RECORD).exists():
         settings = FinetuneSettings.from_mapping(
             {
-                "model": options.llm,
+                "base": options.llm,
                 "data": str(options.data),
                 "dev_data": str(options.test),
                 "dev_examples": min(64, options.test_examples),

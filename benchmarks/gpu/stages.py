@@ -183,10 +183,10 @@ def plan(options: argparse.Namespace) -> list[Stage]:
             (),
         ),
         (
-            "distil",
+            "distill",
             f"{options.ratio:g} times smaller, taught by it",
             240 + options.recover * 2 * step,
-            small.distil,
+            small.distill,
             of_task,
             ("lora",),
         ),
@@ -204,7 +204,7 @@ def plan(options: argparse.Namespace) -> list[Stage]:
             3 * small_answers,
             small.answers,
             judged,
-            ("lora", "distil", "train"),
+            ("lora", "distill", "train"),
         ),
     ]
     of_large = [
@@ -328,7 +328,7 @@ class Small:
         """Settings of every run on the task."""
         return FinetuneSettings.from_mapping(
             {
-                "model": self.options.model,
+                "base": self.options.model,
                 "data": str(self.task / "train.jsonl"),
                 "dev_data": str(self.task / "held.jsonl"),
                 "learning_rate": 2e-3,
@@ -347,7 +347,7 @@ class Small:
         """Stage 3."""
         return arm(trained(self.common.replace(measure_start=True), self.work / "lora"))
 
-    def distil(self) -> dict[str, Any]:
+    def distill(self) -> dict[str, Any]:
         """Stage 4: compressed by the task, and the factors taught by the LoRA's own answers."""
         target = self.work / "distilled"
         if not target.exists():
@@ -356,7 +356,7 @@ class Small:
                 base=self.options.model,
                 data=str(self.task / "train.jsonl"),
                 ratio=self.options.ratio,
-                distil=self.options.recover,
+                distill=self.options.recover,
                 device="cuda" if self.options.device == "cuda" else None,
                 settings=MeasuredSettings(
                     held_out=8 if self.options.small else 128, dtype="bfloat16"

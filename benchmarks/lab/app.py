@@ -39,7 +39,7 @@ Out = Annotated[
 Table = Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")]
 Retry = Annotated[bool, typer.Option("--retry", help="Do failed runs again.")]
 Tasks = Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")]
-in_place_of_the_suites = options_of(FinetuneSettings, only=("data", "model", "device", "precision"))
+in_place_of_the_suites = options_of(FinetuneSettings, only=("data", "base", "device", "precision"))
 """The verb, whose ``**given`` takes settings that stand in place of the suite's own."""
 
 app = typer.Typer(
@@ -87,7 +87,7 @@ def compare(
 
     Rates are chosen on a split of the training set. Finished runs are never redone. Writes
     table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed. --data,
-    --model, --device and --precision stand in place of the suite's own.
+    --base, --device and --precision stand in place of the suite's own.
     """
     chosen = open_suite(suite, tasks, given)
     if table:
@@ -145,7 +145,7 @@ def recover(
     table: Table = False,
     tasks: Tasks = None,
     retry: Retry = False,
-    distil: Annotated[
+    distill: Annotated[
         int | None, typer.Option(help="Steps of distillation of each form, without labels.", min=1)
     ] = None,
     quiet: Quiet = False,
@@ -155,14 +155,14 @@ def recover(
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge, train on, and judge again.
 
-    With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and
+    With --distill, or a suite that says so, forms are also trained on the LoRA's own answers and
     judged. Beside it the same shapes are trained from scratch for as many steps. Finished parts are
     never redone. Writes table.md, and pictures where matplotlib is installed. Exit code 1 if a run
-    failed. --data, --model, --device and --precision stand in place of the suite's own.
+    failed. --data, --base, --device and --precision stand in place of the suite's own.
     """
     chosen = open_suite(suite, tasks, given)
-    if distil is not None:
-        chosen = replace(chosen, recover={**chosen.recover, "distil": distil})
+    if distill is not None:
+        chosen = replace(chosen, recover={**chosen.recover, "distill": distill})
     failed: list[str] = []
 
     def note(run: Run, outcome: Outcome) -> None:

@@ -50,7 +50,7 @@ class Suite(Settings):
     Examples
     --------
     >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
-    >>> common, tasks = {"model": "embedded"}, {"embedded": {}}
+    >>> common, tasks = {"base": "embedded"}, {"embedded": {}}
     >>> suite = Suite(seeds=(0, 1), common=common, tasks=tasks, methods=methods)
     >>> suite.missing()                                  # tasks whose files are not there, and why
     {}
@@ -151,8 +151,8 @@ class Suite(Settings):
     def public_settings(self) -> dict[str, Any]:
         """The common settings as results may tell them: without places on this machine."""
         shown = {name: value for name, value in self.common.items() if name != "data"}
-        model = Path(str(shown.get("model", "")))
-        return shown | {"model": "/".join(model.parts[-2:])} if model.is_absolute() else shown
+        base = Path(str(shown.get("base", "")))
+        return shown | {"base": "/".join(base.parts[-2:])} if base.is_absolute() else shown
 
     def missing(self) -> dict[str, str]:
         """Tasks whose files are not at hand, and the first that is missing."""
@@ -190,7 +190,7 @@ def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
         values = {
             name: value
             for table in tables
-            for name, value in FinetuneSettings.canonical(table).items()
+            for name, value in FinetuneSettings.checked_names(table).items()
         }
         return FinetuneSettings.from_mapping(published(values))
     except SettingsError as error:
@@ -222,7 +222,7 @@ def read_suite(
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as place:
     ...     file = Path(place) / "suite.toml"
-    ...     lines = ['common.model = "embedded"', 'methods.LoRA.method = "lora"']
+    ...     lines = ['common.base = "embedded"', 'methods.LoRA.method = "lora"']
     ...     lines += ["seeds = [0]", "tasks.embedded = {}"]
     ...     _ = file.write_text("\\n".join(lines), encoding="utf-8")
     ...     suite = read_suite(file)
@@ -233,7 +233,10 @@ def read_suite(
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         if overrides and isinstance(table.get("common", {}), dict):
-            table["common"] = {**FinetuneSettings.canonical(table.get("common", {})), **overrides}
+            table["common"] = {
+                **FinetuneSettings.checked_names(table.get("common", {})),
+                **overrides,
+            }
         suite = Suite.from_mapping(table)
     except (OSError, ValueError) as error:
         raise SuiteError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

@@ -220,7 +220,7 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of `finetune` for those whose ``task`` is the name of a published one.
 
     Settings with another task are left as they are. The files that ``data`` and ``dev_data`` then
-    name need not be there yet: `write_files` makes them. ``model`` may be "embedded".
+    name need not be there yet: `write_files` makes them. ``base`` may be "embedded".
 
     Raises
     ------
@@ -229,15 +229,15 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Examples
     --------
-    >>> published({"model": "BASE", "task": "text", "data": "train.jsonl"})["task"]
+    >>> published({"base": "BASE", "task": "text", "data": "train.jsonl"})["task"]
     'text'
-    >>> found = published({"model": "BASE", "task": "STS-B", "data": "glue"})
+    >>> found = published({"base": "BASE", "task": "STS-B", "data": "glue"})
     >>> found["task"], Path(found["data"]).parts[-2:]
     ('scores', ('STS-B', 'train.jsonl'))
     """
-    values = dict(FinetuneSettings.canonical(settings))
-    if values.get("model") == EMBEDDED:
-        values["model"] = str(embedded_place().model)
+    values = dict(FinetuneSettings.checked_names(settings))
+    if values.get("base") == EMBEDDED:
+        values["base"] = str(embedded_place().model)
     name = values.get("task", TEXT)
     if name in FINETUNE_TASKS:
         return values
@@ -264,9 +264,9 @@ def write_files(settings: Mapping[str, Any]) -> None:
     DataError, CheckpointError
         As `Task.read`.
     """
-    values = FinetuneSettings.canonical(settings)
+    values = FinetuneSettings.checked_names(settings)
     name = values.get("task", TEXT)
-    if EMBEDDED in (values.get("model"), name):
+    if EMBEDDED in (values.get("base"), name):
         embedded()
     if name not in TASKS or name == EMBEDDED:
         return

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "from_lora.json")
     options = parser.parse_args(arguments)
     common = {
-        "model": options.base,
+        "base": options.base,
         "data": str(options.task / "train.jsonl"),
         "dev_data": str(options.task / "held.jsonl"),
         "steps": options.steps,

@@ -64,7 +64,7 @@ from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.search import CompressionPlan
 from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.lora.search.plan import Search
-from lsrdecomp.lora.train.distil_trainer import trainable_factors
+from lsrdecomp.lora.train.distill_trainer import trainable_factors
 
 Doubles = NDArray[np.float64]
 
@@ -91,7 +91,7 @@ class Rival(ABC):
     parameters : sequence of nn.Parameter
         What is trained.
     is_relative : bool
-        Whether a step is in units of the root mean square of a parameter, as `distil` has it.
+        Whether a step is in units of the root mean square of a parameter, as `distill` has it.
         Methods that begin at nothing or at noise take steps in plain numbers.
     """
 

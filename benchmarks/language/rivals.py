@@ -12,8 +12,8 @@ are counted.
 The learning rate is bracketed at each size, by one rule for all: with the first seed, rates a
 factor of three apart are run until the best has a worse one on either side, four at most. The
 search begins at the best rate of the next smaller size that was run, or at one of `FIRST_RATES`.
-Further seeds run at the best. Rates are relative to the size of a tensor's numbers, as `distil` has
-them; those of PEFT's methods, which begin at nothing or at noise, are in plain numbers.
+Further seeds run at the best. Rates are relative to the size of a tensor's numbers, as `distill`
+has them; those of PEFT's methods, which begin at nothing or at noise, are in plain numbers.
 
 A row of the record is one training. Where nothing fits, ``does_not_fit`` of the record says so.
 Rows are added as they come; a stopped run goes on.
@@ -42,7 +42,7 @@ from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.peft.kernels import without_autocast
-from lsrdecomp.lora.train.distil_trainer import kl_loss
+from lsrdecomp.lora.train.distill_trainer import kl_loss
 
 FIRST_RATES = {
     "LSR": 0.1,

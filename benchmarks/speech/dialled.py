@@ -47,7 +47,7 @@ from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.teacher import DistillationData
 from lsrdecomp.lora.search import CompressionPlan
 from lsrdecomp.lora.search.plan import Search
-from lsrdecomp.lora.train.distillation import distil_factors
+from lsrdecomp.lora.train.distillation import distill_factors
 
 RATE = 16_000
 SECONDS = 2.0
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--bytes", type=int, nargs="+", default=[3000, 6000, 12_000, 24_000])
-    parser.add_argument("--distil", type=int, default=60, help="steps of eight sounds")
+    parser.add_argument("--distill", type=int, default=60, help="steps of eight sounds")
     parser.add_argument("--work", type=Path, default=Path("speech-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "speech.json")
     arguments = parser.parse_args()
@@ -216,11 +216,11 @@ def main() -> None:
                 compress(open_checkpoint(lora), plan, statistics=weights, search=search).save(form)
             if not trained.exists():
                 student = base.with_adapter(form)
-                distil_factors(student, data, steps=arguments.distil, seed=seed)
+                distill_factors(student, data, steps=arguments.distill, seed=seed)
                 rewrite(
                     trained, form, open_checkpoint(lora), products_of(student), statistics=weights
                 )
-            for steps, directory in ((0, form), (arguments.distil, trained)):
+            for steps, directory in ((0, form), (arguments.distill, trained)):
                 opened = base.with_adapter(directory)
                 answers, size = reference.compare(opened), bytes_to_open(directory / WEIGHTS)
                 row = {

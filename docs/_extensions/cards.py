@@ -34,7 +34,7 @@ def clean(ax: Any, *, sides: tuple[str, ...] = ()) -> None:
 
 
 def draw_lora(ax: Any) -> None:
-    """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distil 60` made of it, as areas."""
+    """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distill 60` made of it, as areas."""
     from matplotlib.patches import Rectangle
 
     tasks = record("rivals")["tasks"]
@@ -42,7 +42,7 @@ def draw_lora(ax: Any) -> None:
     rows = [
         row
         for row in record("one_command")["rows"]
-        if row["name"] == "smollm2 keep .95 distil 60" and row["seed"] == 0
+        if row["name"] == "smollm2 keep .95 distill 60" and row["seed"] == 0
     ]
     small, kept = rows[0]["bytes"], rows[0]["kept"]
     side = 3.4

@@ -68,7 +68,7 @@ def calibrate(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Measure the layers of a base on texts, for compress --calibrated.
+    """Measure the layers of a base on texts, for compress --statistics.
 
     Writes the covariances of their inputs and gradients. No labels are needed: answers are sampled
     from the model itself, which also writes the texts if there are none. Takes one forward and one

@@ -16,7 +16,7 @@ from lsrdecomp import lora, plots
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate_command import calibrate
 from lsrdecomp.cli.compress_command import compress
-from lsrdecomp.cli.distil_command import distil
+from lsrdecomp.cli.distill_command import distill
 from lsrdecomp.cli.finetune_command import finetune
 from lsrdecomp.cli.fleet_command import fleet
 from lsrdecomp.cli.layer_tables import checkpoint_table
@@ -309,7 +309,7 @@ def demo(
         compress(
             source,
             ratio=[48.0],
-            calibrated=statistics,
+            statistics=statistics,
             storage="float16",
             opening=Opening(),
             outputs=Outputs(out=out / "lsr", report=page, force=True),
@@ -333,7 +333,7 @@ def demo(
             f"Keeps {ours} of the LoRA's reduction of the loss on {kept['examples']} reviews of "
             f"{kept['task']}; truncated SVD of that size keeps {svd}.\n"
             "To measure it on texts of your own, without labels:\n"
-            f"  {program()} compress {quoted(source)} --calibrated {quoted(statistics)} "
+            f"  {program()} compress {quoted(source)} --statistics {quoted(statistics)} "
             "--ratio 48 \\\n"
             "    --base all-MiniLM-L6-v2 --data TEXTS.txt --out "
             f"{quoted(out / 'measured')}",
@@ -368,7 +368,7 @@ ALL = (
     calibrate,
     compress,
     measure,
-    distil,
+    distill,
     curve,
     verify,
     export,

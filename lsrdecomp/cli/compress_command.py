@@ -86,11 +86,9 @@ def compress(
     outputs: Outputs,
     opening: Opening,
     display: Display,
-    calibrated: Annotated[
+    statistics: Annotated[
         Path | None,
         typer.Option(
-            "--calibrated",
-            "--statistics",
             help="Statistics from `calibrate`: minimize the output error, not the weight error.",
         ),
     ] = None,
@@ -125,11 +123,11 @@ def compress(
 
     With --base, --keep 0.95 finds the smallest version that keeps 95 % of the LoRA's effect on
     held-out texts of --data; with few texts or none the model writes its own. Bit widths are chosen
-    automatically. --distil 200 also trains smaller versions on the LoRA's own answers, without
+    automatically. --distill 200 also trains smaller versions on the LoRA's own answers, without
     labels.
 
-    Without a base the goal is a size (--ratio, --params, --bytes), an error (--rtol, --energy) or
-    a rank (--max-rank). With --calibrated an estimate of the output error is minimized (Fisher
+    Without a base the goal is a size (--ratio, --parameters, --bytes), an error (--rtol, --energy)
+    or a rank (--max-rank). With --statistics an estimate of the output error is minimized (Fisher
     norm); without it the weight error (Frobenius norm), by truncated SVD, in seconds. --bytes
     chooses the number of bits as well.
 
@@ -140,7 +138,7 @@ def compress(
     Truncated SVD has one threshold over all layers. ADAPTER may then be a directory of LoRA files,
     each of which is compressed; --dry-run shows the error of other sizes, --verbose every layer.
 
-    --distil trains at most two sizes, and the smallest that keeps the share is written; if none
+    --distill trains at most two sizes, and the smallest that keeps the share is written; if none
     does, the untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
     storage.
 
@@ -152,7 +150,7 @@ def compress(
     typed = {
         "base": base,
         "data": data,
-        "statistics": calibrated,
+        "statistics": statistics,
         "storage": storage,
         "workers": workers,
         "name": opening.name,
@@ -202,7 +200,7 @@ def compress(
     # 4. Figures for machines, and the exit code.
     _write_figures(results, outputs.json)
     _write_config(settings, write_config, outputs.json)
-    distilled = any(request.measured and request.measured.distil for request in requests)
+    distilled = any(request.measured and request.measured.distill for request in requests)
     if _warn_if_poor(results, distilled=distilled) or not all(result.met for result in results):
         raise typer.Exit(1)
 
@@ -220,13 +218,13 @@ def _to_directories(
         adapter, base=requests[0].base, trust_remote_code=requests[0].trusts_code
     )
     requests = [request.for_adapter(checkpoint.storage) for request in requests]
-    calibrated = requests[0].statistics
     plans = [request.plan for request in requests if request.plan is not None]
     directories = outputs.directories(plans)
-    inputs = [adapter] if calibrated is None else [adapter, calibrated]
+    given = requests[0].statistics
+    inputs = [adapter] if given is None else [adapter, given]
     for path in filter(None, directories):
         lora.files.check_output_directory(path, inputs, outputs.force)
-    statistics = None if calibrated is None else lora.files.read_statistics(calibrated)
+    statistics = None if given is None else lora.files.read_statistics(given)
     # 2. Compress; what was solved waits in the journal until the result is written.
     out = outputs.directory
     journal = None if out is None else lora.files.Journal.beside(out)
@@ -413,7 +411,7 @@ def _warn_if_poor(results: Sequence[Compression], *, distilled: bool) -> bool:
     """
     poor = [result for result in results if result.fidelity is not None and result.fidelity.is_poor]
     for result in poor:
-        more = "more room" if distilled else "--distil 200"
+        more = "more room" if distilled else "--distill 200"
         tables.say(
             f"WARNING: this version keeps only {100 * result.fidelity.kept:.0f} % of the LoRA's "
             f"effect; try --keep 0.9, {more}, or texts closer to its task"

@@ -74,7 +74,7 @@ def finetune(
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     from lsrdecomp.lora.base.base_files import check_reachable  # with NumPy
 
-    check_reachable(run_settings.model)
+    check_reachable(run_settings.base)
     with tables.quiet(), follow(quiet=quiet) as show:
         with needs("training", "finetune"):
             from lsrdecomp.lora.train.finetune_run import finetune as run
@@ -94,10 +94,10 @@ def _run_settings(
     written = {} if config is None else read_toml(config)
     if config is not None:
         refuse_trust(written, config)
-    in_file = FinetuneSettings.canonical(written)
+    in_file = FinetuneSettings.checked_names(written)
     if of_method:
         options["options"] = dict(assignment(text, "--option") for text in of_method)
-    set_values = FinetuneSettings.canonical(dict(assignment(text, "--set") for text in others))
+    set_values = FinetuneSettings.checked_names(dict(assignment(text, "--set") for text in others))
     for name, field in FinetuneSettings.fields.items():
         if field.type is tuple and isinstance(set_values.get(name), str | int):
             set_values[name] = [set_values[name]]  # one value is a list of one

@@ -49,11 +49,9 @@ def fleet(
     workers: Annotated[
         int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")
     ] = -1,
-    calibrated: Annotated[
+    statistics: Annotated[
         Path | None,
         typer.Option(
-            "--calibrated",
-            "--statistics",
             help="Statistics for all adapters, or a directory with those of each at its own path.",
         ),
     ] = None,
@@ -108,7 +106,7 @@ def fleet(
         raise typer.BadParameter(f"same, or absent for LSR; got {to!r}", param_hint="--to")
     goal = _goal(plan, options)
     if to == "same":
-        given = {"statistics": calibrated, "device": device}
+        given = {"statistics": statistics, "device": device}
         Request.parse(given, plan=goal, to_file=True, interface=TO_SAME)
     if ray is None:
         runner = lora.fleet.joblib_runner(workers, device, per_gpu)
@@ -121,7 +119,7 @@ def fleet(
             goal,
             runner=runner,
             max_memory=max_memory,
-            statistics=calibrated,
+            statistics=statistics,
             share=share,
             to=to,
             shard=shard,
@@ -148,7 +146,7 @@ def _goal(plan: Path | None, options: Mapping[str, Any]) -> lora.search.Compress
     if plan is None:
         if not goals_of(options):
             raise LsrError(
-                "one goal for all adapters: --ratio N, --params N, --bytes N, --max-rank N, "
+                "one goal for all adapters: --ratio N, --parameters N, --bytes N, --max-rank N, "
                 "--energy SHARE or --rtol E; such as --ratio 48"
             )
         return lora.search.CompressionPlan(**options)

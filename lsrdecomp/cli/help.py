@@ -15,10 +15,12 @@ EXAMPLES = {
     "calibrate": ("calibrate BASE --adapter my-lora/ --text lines.txt --out statistics/",),
     "compress": (
         "compress my-lora/ --base BASE --data texts.jsonl --keep 0.9 --out small/",
-        "compress my-lora/ --ratio 48 --calibrated statistics/ --out small/",
+        "compress my-lora/ --ratio 48 --statistics statistics/ --out small/",
         "compress my-lora/ --rtol 0.1 --dry-run",
     ),
-    "distil": ("distil small/ --teacher my-lora/ --base smollm2 --data prompts.jsonl --steps 100",),
+    "distill": (
+        "distill small/ --teacher my-lora/ --base smollm2 --data prompts.jsonl --steps 100",
+    ),
     "curve": ("curve my-lora/ --out curve.png",),
     "measure": (
         "measure my-lora/ small/ --base BASE --data texts.jsonl --fail-below 0.95",
@@ -28,8 +30,8 @@ EXAMPLES = {
     "verify": ("verify my-lora/ small/",),
     "export": ("export small/ --out small-lora/", "export small/ --out small.gguf --to gguf"),
     "finetune": (
-        "finetune --model smollm2 --data train.jsonl --out my-lora/",
-        "finetune --model smollm2 --data train.jsonl --init my-lora/ --ratio 20 --out small/",
+        "finetune --base smollm2 --data train.jsonl --out my-lora/",
+        "finetune --base smollm2 --data train.jsonl --init my-lora/ --ratio 20 --out small/",
     ),
     "fleet": ("fleet adapters/ small-adapters/ --ratio 48 --workers 8",),
     "demo": ("demo --out demo-output",),
@@ -40,12 +42,12 @@ EXAMPLES = {
 PANELS = {
     "compress": {
         "Goal": "keep ratio bytes rtol max-rank",
-        "Measure": "base data calibrated distil",
+        "Measure": "base data statistics distill",
         "Store": "storage",
         "Output": "out report json dry-run force",
     },
-    "distil": {
-        "Train": "teacher base data steps rate batch",
+    "distill": {
+        "Train": "teacher base data steps learning-rate batch",
         "Measure": "held-out max-length truncate dtype device",
         "Output": "out json quiet force",
     },
@@ -60,14 +62,14 @@ PANELS = {
         "Output": "json sarif wide all force",
     },
     "fleet": {
-        "Goal": "ratio params bytes rtol plan",
-        "Measure": "calibrated",
+        "Goal": "ratio parameters bytes rtol plan",
+        "Measure": "statistics",
         "Store": "storage",
         "Run": "workers ray device share",
         "Output": "json quiet force",
     },
     "finetune": {
-        "Task": "model data task",
+        "Task": "base data task",
         "Adapter": "method option init ratio",
         "Train": "learning-rate batch epochs steps set",
         "Output": "out json force",

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search import CompressionPlan
 
 GOALS = (
-    "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N, --max-rank N, "
+    "--keep SHARE with --base and --data, --ratio N, --parameters N, --bytes N, --max-rank N, "
     "--energy SHARE or --rtol E; such as --ratio 48"
 )
 """What to ask for where no goal was given, or several."""
 
-SPELLED = {"statistics": "--calibrated", "parameters": "--params", "each": "--all"}
+SPELLED = {"each": "--all"}
 """Options that are not called like the setting they stand for."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from lsrdecomp.cli.options import read_toml
 from lsrdecomp.errors import CheckpointError, unknown
-from lsrdecomp.fields import POSITIVE, Alias, Field, Settings, SettingsError, settings, whole_number
+from lsrdecomp.fields import POSITIVE, Field, Settings, SettingsError, settings, whole_number
 from lsrdecomp.gateway import TRUST, refuse_trust
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
@@ -26,7 +26,7 @@ class RunSettings(Settings):
 
     base: Annotated[str, "Base model to measure on."]
     data: Annotated[str, "Texts of the task."]
-    statistics: Annotated[str, Alias("calibrated"), "Statistics that `calibrate` wrote."]
+    statistics: Annotated[str, "Statistics that `calibrate` wrote."]
     workers: Annotated[int, whole_number(1), "Processes that solve."]
     name: Annotated[str, "Weight file to open, where the directory has several."]
     alpha: Annotated[float, POSITIVE, "LoRA alpha, for files that do not store it."]
@@ -90,14 +90,13 @@ def read_run(path: Path) -> dict[str, Any]:
     else:
         table = read_table(path)
     refuse_trust(table, path)
-    own_names = {name: field.name for field in FIELDS.values() for name in field.names}
     settings: dict[str, Any] = {}
     for key, value in table.items():
-        name = own_names.get(key.replace("-", "_"))
-        if name is None:
+        name = key.replace("-", "_")
+        if name not in FIELDS:
             raise SettingsError(f"{path}: no setting is called {unknown(key, FIELDS)}")
         if name in settings:
-            raise SettingsError(f"{path}: {name} is given twice, under two names; give one")
+            raise SettingsError(f"{path}: {name} is given twice, with - and with _; give one")
         settings[name] = _validated(path, name, value)
     if isinstance(resolved, dict):
         settings |= _resolved(path, settings, resolved)

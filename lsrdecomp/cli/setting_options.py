@@ -136,7 +136,7 @@ def _parameter(
     if show_default and default and field.type is not bool:
         help_text += f"  [default: {default}]"
     option = typer.Option(
-        *(f"--{name.replace('_', '-')}" for name in field.names),
+        f"--{field.name.replace('_', '-')}",
         help=help_text,
         show_default=False,
         parser=parser,

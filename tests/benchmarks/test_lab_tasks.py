@@ -50,7 +50,7 @@ def test_published_files_have_their_published_sizes(shared, name):
 def test_finetune_reads_what_was_published(shared, name, tmp_path, monkeypatch):
     """Classes keep their published order, which decides on the start of the head."""
     monkeypatch.setenv("LSRDECOMP_CACHE", str(tmp_path))
-    asked = {"model": "BASE", "task": name, "data": str(shared / "glue")}
+    asked = {"base": "BASE", "task": name, "data": str(shared / "glue")}
     write_files(asked)
     settings = published(asked)
     labels = Labels() if settings["task"] == "scores" else find_labels(settings["data"])
@@ -62,7 +62,7 @@ def test_published_majorities(shared, tmp_path, monkeypatch):
     monkeypatch.setenv("LSRDECOMP_CACHE", str(tmp_path))
 
     def baseline(name):
-        settings = {"model": "BASE", "task": name, "data": str(shared / "glue")}
+        settings = {"base": "BASE", "task": name, "data": str(shared / "glue")}
         write_files(settings)
         files = published(settings)
         labels = Labels() if files["task"] == "scores" else find_labels(files["data"])
@@ -166,9 +166,9 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="has no split 'test' with labels; there are: train, dev"):
         TASKS["SST-2"].read(tmp_path, "test")
     with pytest.raises(SettingsError, match="task must be one of CoLA, .*embedded, text, classes"):
-        published({"model": "BASE", "task": "SST"})
+        published({"base": "BASE", "task": "SST"})
     with pytest.raises(SettingsError, match="task RTE reads files: give data"):
-        published({"model": "BASE", "task": "RTE"})
+        published({"base": "BASE", "task": "RTE"})
 
 
 def test_the_embedded_task_is_made_once_and_the_same_each_time(tmp_path):

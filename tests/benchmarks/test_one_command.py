@@ -49,12 +49,12 @@ def run(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_row_by_row_and_cheap_rows_come_first(run, capsys):
     words = ("--draws", "0", "1", "--resume")
     first, rows = run(*words)
-    assert first[:2] == [("smollm2 keep .9", 0), ("smollm2 keep .95 distil 60", 0)]
+    assert first[:2] == [("smollm2 keep .9", 0), ("smollm2 keep .95 distill 60", 0)]
     assert [(row["name"], row["seed"]) for row in rows] == first
-    assert "extraction keep .95 distil 60 is left out: no LoRA" in capsys.readouterr().err
+    assert "extraction keep .95 distill 60 is left out: no LoRA" in capsys.readouterr().err
     second, rows = run(*words)
     assert not set(first) & set(second)
-    names = ("keep .9", "keep .95 distil 60", "sums keep .95 distil 60", "keep .99 distil 100")
+    names = ("keep .9", "keep .95 distill 60", "sums keep .95 distill 60", "keep .99 distill 100")
     expected = {(f"smollm2 {name}", draw) for name in names for draw in (0, 1)}
     assert {(row["name"], row["seed"]) for row in rows} == expected
     assert run(*words)[0] == []
@@ -71,7 +71,7 @@ def test_what_a_row_reads_is_what_compress_writes(tmp_path):
     texts = [f"w{i % 30} w{i % 7} w{i % 11}" for i in range(48)]
     settings = MeasuredSettings(max_length=16)
     result = lsr.compress(
-        folder / "lora", base=folder / "base", data=texts, ratio=4, distil=4, settings=settings
+        folder / "lora", base=folder / "base", data=texts, ratio=4, distill=4, settings=settings
     )
     row = one_command.written(result.save(tmp_path / "out"))
     assert row["kept"] == result.fidelity.kept

@@ -205,7 +205,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         (
             (),
             (
-                "one goal for all adapters: --ratio N, --params N, --bytes N, --max-rank N, "
+                "one goal for all adapters: --ratio N, --parameters N, --bytes N, --max-rank N, "
                 "--energy SHARE or --rtol E; such as --ratio 48"
             ),
         ),
@@ -246,13 +246,13 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
             ["compress", DEMO, "--out", "o", "--ratio", "48", "--report", "o/r.html"],
             "lies inside another, --out o",
         ),
-        (["finetune", "--out", "o"], "--model must be given: The base"),
+        (["finetune", "--out", "o"], "--base must be given: The base"),
         (
             ["compress", DEMO, "--out", "o", "--bytes", "100"],
             "heads, header and config alone take 3,200 bytes",
         ),
         (["compress", DEMO, "--out", "o", "--kl", "0.1"], "calibrate first"),
-        (["compress", DEMO, "--out", "o", "--ratio", "9", "--calibrated", "none"], "none"),
+        (["compress", DEMO, "--out", "o", "--ratio", "9", "--statistics", "none"], "none"),
         (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
         (["export", DEMO, "--out", "o", "--to", "onnx"], "cannot write 'onnx'"),
         (["inspect", "."], "adapter"),
@@ -310,7 +310,7 @@ def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
     done = run_command(*arguments, "--max-full", 64, "--rank", 8)
     assert done.returncode == 0, done.stderr
     assert "statistics of 12 layers from 24 examples" in done.stdout
-    goal = ("--separation-rank", 4, "--calibrated", statistics)
+    goal = ("--separation-rank", 4, "--statistics", statistics)
     done = run_command("compress", DEMO, *goal, "--out", tmp_path / "o", "--json", "-")
     totals = json.loads(done.stdout)["totals"]
     assert 0.0 < totals["functional_error"] < totals["relative_error"]

@@ -63,7 +63,7 @@ def test_a_training_run_ends_with_each_score_of_each_set_of_examples(monkeypatch
     )
     monkeypatch.setattr(module, "finetune", lambda *_, **__: record)
     done = run_command(
-        "finetune", "--model", "all-minilm-l6-v2", "--data", __file__, "--out", tmp_path / "out"
+        "finetune", "--base", "all-minilm-l6-v2", "--data", __file__, "--out", tmp_path / "out"
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -88,7 +88,7 @@ VERBS = {
     "inspect": ("layer", "parameters", "rank for 1 %"),
     "curve": ("parameters", "error"),
     "compress": ("layer", "structure", "parameters", "weight error"),
-    "compress --calibrated": ("layer", "structure", "parameters", "output error (est.)"),
+    "compress --statistics": ("layer", "structure", "parameters", "output error (est.)"),
     "verify": ("layer", "error"),
     "measure": ("layer", "largest error", "scale"),
 }
@@ -99,13 +99,13 @@ def command(verb, written):
         "inspect": ["inspect", str(DEMO)],
         "curve": ["curve", str(DEMO), "--quiet"],
         "compress": ["compress", str(DEMO), "--separation-rank", "2", "--dry-run", "--quiet"],
-        "compress --calibrated": [
+        "compress --statistics": [
             *(
                 "compress",
                 str(DEMO),
                 "--separation-rank",
                 "2",
-                "--calibrated",
+                "--statistics",
                 str(STATISTICS),
                 "--dry-run",
                 "--quiet",

@@ -160,7 +160,7 @@ def test_the_command_line_keeps_its_inputs_whole(tmp_path):
             DEMO,
             "--ratio",
             48,
-            "--calibrated",
+            "--statistics",
             tmp_path / "a",
             "--out",
             tmp_path / "a" / "inside",

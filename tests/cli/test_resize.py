@@ -421,8 +421,8 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     (tmp_path / "texts.txt").write_text("a text\n")
     for options, words in (
         (
-            ("--base", "b", "--data", "texts.txt", "--ratio", 2, "--distil", 5),
-            "--distil is not read where a LoRA file is written: name a directory",
+            ("--base", "b", "--data", "texts.txt", "--ratio", 2, "--distill", 5),
+            "--distill is not read where a LoRA file is written: name a directory",
         ),
         (
             ("--separation-rank", 2),

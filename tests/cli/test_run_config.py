@@ -160,7 +160,7 @@ def test_an_option_on_the_line_beats_the_file_and_a_goal_its_goal(plan, tmp_path
         ("[compress]\nkeep = 2", "plan.toml: keep must be above 0 and below 1, got 2"),
         ("[compress]\nworkers = 0", "plan.toml: workers must be a whole number, 1 or more, got 0"),
         ("[compress]\nratio = []", "plan.toml: ratio is an empty list"),
-        ("[compress]\nparams = 9\nparameters = 9", "plan.toml: parameters is given twice"),
+        ("[compress]\nheld_out = 9\nheld-out = 9", "plan.toml: held_out is given twice"),
         ("[compress]\ndata = 'no.txt'", "no.txt: no such file or directory, named by"),
         ("[compress\n", "plan.toml: "),
     ],
@@ -191,7 +191,8 @@ def test_every_setting_of_a_file_can_be_written_and_read(tmp_path):
         "storage": "auto", "statistics": str(tmp_path / "statistics"), "workers": 2,
         "device": "cuda:1", "base": 'a "b" \\ é', "data": str(tmp_path / "texts.txt"),
         "held_out": 64, "batch": 4, "max_length": 128, "truncate": True, "dtype": "bfloat16",
-        "seed": 3, "distil": 60, "examples": 2, "passes": 2, "name": "a.safetensors", "alpha": 16.0,
+        "seed": 3, "distill": 60, "examples": 2,
+        "passes": 2, "name": "a.safetensors", "alpha": 16.0,
     }  # fmt: skip
     assert set(values) == set(FIELDS)
     (tmp_path / "all.toml").write_text(run_text(values), encoding="utf-8")

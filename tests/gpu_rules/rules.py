@@ -17,8 +17,8 @@ from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.dataset import read_examples
 from lsrdecomp.lora.base.divergence import Reference
 from lsrdecomp.lora.base.open_bases import load_base
-from lsrdecomp.lora.compress.distil_lora import distil
-from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.compress.distill_lora import distill
+from lsrdecomp.lora.compress.distill_settings import DistillSettings
 from lsrdecomp.lora.peft import to_lora
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.train import compressed_start
@@ -173,20 +173,20 @@ def test_distillation_waits_for_loss_and_features_of_a_step(gpu, classifier, tmp
     waits = {}
     for steps in (6, 12):
         gpu.waits.clear()
-        distil(
+        distill(
             classifier / "lsr",
             base=classifier / "base",
             data=TEXTS * 4,
             teacher=classifier / "lora",
             out=tmp_path / f"{steps}",
             steps=steps,
-            rate=0.03,
+            learning_rate=0.03,
             device=NAME,
-            settings=DistilSettings(batch=4, max_length=16),
+            settings=DistillSettings(batch=4, max_length=16),
         )
         waits[steps] = gpu.own_waits
     grown = growth(waits[6], waits[12], 6)
-    assert grown.pop("_local_scalar_dense at lora/train/distil_trainer.py") == 1
+    assert grown.pop("_local_scalar_dense at lora/train/distill_trainer.py") == 1
     # Of the student, and of the LoRA where a batch is new.
     assert grown.pop("equal at lora/measure/features.py") <= 2
     assert grown == {}

@@ -38,7 +38,7 @@ class Results:
     Examples
     --------
     >>> methods = {"LoRA": {"method": "lora"}}
-    >>> suite = Suite(common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
+    >>> suite = Suite(common={"base": "embedded"}, tasks={"embedded": {}}, methods=methods)
     >>> Results(suite, (), skipped={"RTE": "no file RTE/train.jsonl"}, planned=0, done=0).skipped
     {'RTE': 'no file RTE/train.jsonl'}
     """
@@ -109,7 +109,7 @@ def read_results(suite: Suite, out: str | Path) -> Results:
     Examples
     --------
     >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
-    >>> common, tasks = {"model": "embedded"}, {"embedded": {}}
+    >>> common, tasks = {"base": "embedded"}, {"embedded": {}}
     >>> suite = Suite(seeds=(0, 1), common=common, tasks=tasks, methods=methods)
     >>> found = read_results(suite, "no-runs-yet")
     >>> found.done, found.planned                                          # two methods, two seeds

@@ -116,7 +116,7 @@ class RecoverPlan(Settings):
             "absent."
         ),
     ] = None
-    distil: Annotated[
+    distill: Annotated[
         int,
         whole_number(0),
         "Steps of distillation of budgeted forms (not direct sums), without labels; 0: none.",

@@ -2,7 +2,7 @@
 
 For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an
 adapter's doing. A LoRA is trained on it and calibrated on examples it was trained on. Each
-compressed form is judged as it is, after ``distil`` steps on the LoRA's own answers if the plan
+compressed form is judged as it is, after ``distill`` steps on the LoRA's own answers if the plan
 says so, after ``steps`` steps of recovery on labels, and beside the same shapes trained from
 scratch for as many steps. Rates of both are chosen from one grid by the loss on a split of the
 training set, with the first seed and at one budget.
@@ -29,8 +29,8 @@ from benchmarks.lab.suite import Suite
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.lora.base.calibrate import calibrate
 from lsrdecomp.lora.base.open_bases import load_base
-from lsrdecomp.lora.compress.distil_lora import distil
-from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.compress.distill_lora import distill
+from lsrdecomp.lora.compress.distill_settings import DistillSettings
 from lsrdecomp.lora.files.progress import Counter, OnStep
 from lsrdecomp.lora.files.statistics import METADATA, read_statistics
 from lsrdecomp.lora.search.plan import Search
@@ -112,7 +112,7 @@ def recover(
             counter.add(0)
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
             if _compressed_and_judged(job, structure, budget, search):
-                _distil(job, structure, budget)
+                _distill(job, structure, budget)
                 if further:
                     _train(job, structure, budget, retry, on_run)
             counter.add()
@@ -216,23 +216,23 @@ def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search
     return True
 
 
-def _distil(job: Job, structure: str, budget: int) -> None:
+def _distill(job: Job, structure: str, budget: int) -> None:
     """Train a form on the LoRA's answers to training texts and judge it, if the plan says so."""
     point, about = job.place.point(structure, budget), STRUCTURES[structure]
-    if not job.plan.distil or about.direct or not about.budgeted or (point / DISTILLED).exists():
+    if not job.plan.distill or about.direct or not about.budgeted or (point / DISTILLED).exists():
         return
     settings, out = job.lora().settings, point / "distilled" / ADAPTER
     dataset = read_dataset(settings)
-    distil(
+    distill(
         point / ADAPTER,
         base=dataset.base,
         data=texts_of(dataset.train),
         teacher=job.place.lora / ADAPTER,
-        steps=job.plan.distil,
+        steps=job.plan.distill,
         out=out,
-        settings=DistilSettings(
+        settings=DistillSettings(
             dtype=_dtype(settings),
-            calibrated=job.place.statistics if about.functional else None,
+            statistics=job.place.statistics if about.functional else None,
             max_length=settings.max_length,
         ),
         device=_device(settings),
@@ -253,7 +253,7 @@ def _calibrate(job: Job) -> None:
     base = load_base(
         dataset.base, job.place.lora / ADAPTER, device=_device(settings), dtype=_dtype(settings)
     )
-    base = replace(base, name=settings.model)
+    base = replace(base, name=settings.base)
     calibrate(
         base,
         dataset.calibration_batches(base, size=16, seed=job.seed),

@@ -99,7 +99,7 @@ class Recovery:
     versions: dict[str, str]
     steps: int
     least_gain: float
-    distil: int
+    distill: int
 
 
 def read_recovery(suite: Suite, out: str | Path) -> Recovery:
@@ -147,7 +147,7 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
         dict(records[-1].versions) if records else {},
         plan.steps,
         plan.least_gain,
-        plan.distil,
+        plan.distill,
     )
 
 
@@ -159,7 +159,7 @@ def table(found: Recovery) -> Table:
         "recovered": "after recovery",
         "scratch": "from scratch",
     }
-    stages = [stage for stage in STAGES if found.distil or stage != "distilled"]
+    stages = [stage for stage in STAGES if found.distill or stage != "distilled"]
     head = (
         "task",
         "structure",
@@ -235,8 +235,8 @@ def notes(found: Recovery) -> list[str]:
             "it is not trained."
         ),
         *(
-            [f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."]
-            if found.distil
+            [f"Distilled: at most {found.distill} steps on the LoRA's own answers, no labels."]
+            if found.distill
             else []
         ),
         *(

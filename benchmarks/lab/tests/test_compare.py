@@ -24,7 +24,7 @@ SUITE = """
 seeds = [0, 1, 2]
 rates = [1e-3, 1e-2, 1e-1]
 [common]
-model = "embedded"
+base = "embedded"
 patience = 2
 [tasks.embedded]
 [methods."LoRA r=1"]
@@ -339,10 +339,10 @@ def test_the_embedded_task_is_compared(place, file, tmp_path, workers):
 
 def test_results_name_no_place_on_this_machine(file, tmp_path):
     suite = read_suite(
-        file(), {"model": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"}
+        file(), {"base": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"}
     )
-    assert suite.public_settings == {"model": "encoder/model", "patience": 2}
-    assert read_suite(file()).public_settings == {"model": "embedded", "patience": 2}
+    assert suite.public_settings == {"base": "encoder/model", "patience": 2}
+    assert read_suite(file()).public_settings == {"base": "embedded", "patience": 2}
 
 
 def test_some_of_the_tasks(file):

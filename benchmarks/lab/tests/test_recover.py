@@ -38,7 +38,7 @@ SUITE = """
 seeds = [0, 1]
 rates = [1e-2, 5e-2]
 [common]
-model = "{model}"
+base = "{model}"
 data = "{data}"
 device = "cpu"
 log_every = 0
@@ -50,7 +50,7 @@ budgets = [64, 256]
 judged = [128]
 tune_budget = 64
 steps = 3
-distil = 6
+distill = 6
 lora = {{ learning_rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
 head = {{ learning_rate = 3e-2, steps = 40 }}
 structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
@@ -79,7 +79,7 @@ def first(done):
 def changes(job, directory):
     """ΔW by layer, as PEFT adds it to the base."""
     base = AutoModelForSequenceClassification.from_pretrained(
-        job.suite.common["model"], num_labels=10
+        job.suite.common["base"], num_labels=10
     )
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
@@ -198,7 +198,7 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
         raise AssertionError("done again")
 
     # Modules by their names: a room shows functions that are called as their modules are.
-    ours = ("compress_lora", "evaluate", "calibrate", "distil")
+    ours = ("compress_lora", "evaluate", "calibrate", "distill")
     places = {
         "lsrdecomp.lora.train.finetune_run": ("finetune",),
         "benchmarks.lab.recover.recovery": ours,
@@ -408,7 +408,7 @@ def test_statistics_of_another_base_are_refused_by_name(done, first, tmp_path, s
 
 
 def test_the_precision_of_the_base_can_be_given_on_the_command_line(done):
-    given = {"data": None, "model": None, "device": None}
+    given = {"data": None, "base": None, "device": None}
     assert (
         open_suite(done[0], None, {**given, "precision": "bfloat16"}).common["precision"]
         == "bfloat16"

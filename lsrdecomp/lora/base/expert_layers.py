@@ -139,7 +139,7 @@ def attach_adapter(model: nn.Module, adapter: str | Path) -> PeftModel:
     if missing is not None:
         raise CalibrationError(
             f"the base has no layer {missing}; "
-            "compress this adapter without --base and --calibrated"
+            "compress this adapter without --base and --statistics"
         )
     # 3. Write the adapter again, as one of plain layers, for PEFT to open: in the file as it is
     #    PEFT would look for stacks.
@@ -228,7 +228,7 @@ def _checked_linear_experts(
     """
     message = (
         f"{name} is a {type(stacked).__name__}, whose experts are not computed as Qwen3-MoE's are; "
-        "compress this adapter without --base and --calibrated"
+        "compress this adapter without --base and --statistics"
     )
     try:
         experts = LinearExperts(stacked, projections)

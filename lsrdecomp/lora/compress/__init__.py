@@ -1,4 +1,4 @@
-"""From a LoRA to a smaller one: `compress` and `distil`, and what belongs to them.
+"""From a LoRA to a smaller one: `compress` and `distill`, and what belongs to them.
 
 `truncate` cuts a LoRA in its own format, `export_lora` writes a plain LoRA of the same ΔW,
 `html_report` puts a result on one page. Torch is loaded only where a base is given.

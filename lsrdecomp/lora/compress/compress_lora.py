@@ -86,7 +86,7 @@ def compress(
     inner_shape: tuple[int, ...] | None = None,
     base: str | Path | Any | None = None,
     data: str | Path | Texts | None = None,
-    distil: int | None = None,
+    distill: int | None = None,
     statistics: Statistics | str | Path | None = None,
     search: Search | None = None,
     settings: MeasuredSettings | None = None,
@@ -124,7 +124,7 @@ def compress(
         With ``base``: texts of the task, without labels; of fewer than 32 a language model writes
         more, and without any its own. Or a folder of images or sounds; prompts of a diffusion
         model, which needs none; for a model of your own batches of its arguments.
-    distil : int, optional
+    distill : int, optional
         With ``base``: also train on the LoRA's answers, for so many steps.
     statistics : Statistics, str or path, optional
         Statistics of the layers, so that errors count by their effect on the model's outputs: a
@@ -194,7 +194,7 @@ def compress(
         "inner_shape": inner_shape,
         "base": base,
         "data": data,
-        "distil": distil,
+        "distill": distill,
         "statistics": statistics,
         "search": search,
         "seed": seed,
@@ -251,8 +251,8 @@ def _step_times(settings: MeasuredSettings) -> list[float]:
     times = [opening]
     for _ in range(settings.passes):
         times += [calibrating, searching]
-    if settings.distil:
-        times.append(0.05 * settings.distil)
+    if settings.distill:
+        times.append(0.05 * settings.distill)
     measuring = 0.1
     if settings.examples:
         measuring += 0.4  # for answers in words, and truncated SVD on the same texts
@@ -340,7 +340,7 @@ def _compress_measured(
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     notes = [*_differences_of_texts(statistics, texts, data_name(request.data)), *norm.doubts]
-    variants = VariantCache(evaluator, checkpoint, norm, settings.distil, journal)
+    variants = VariantCache(evaluator, checkpoint, norm, settings.distill, journal)
     # 3. Find the variant of the plan, or the smallest that keeps the share.
     resources = replace(request.resources(steps), limits=LIMITS_BESIDE_A_BASE)
     search_shapes = partial(search_adapter, checkpoint, search=request.search, resources=resources)
@@ -405,7 +405,7 @@ def _open_base(
         texts,
         settings,
         chooses=request.plan is None or request.plan.kl is not None,
-        trains=bool(settings.distil),
+        trains=bool(settings.distill),
         journal=journal,
         on_step=steps,
     )

@@ -22,7 +22,7 @@ from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.fidelity import Measurement, share_kept
 from lsrdecomp.lora.peft.layer import LsrLayer
-from lsrdecomp.lora.train.distillation import Distillation, distil_factors
+from lsrdecomp.lora.train.distillation import Distillation, distill_factors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -249,7 +249,7 @@ class VariantCache:
                 Distillation.from_json(entry.values["training"]),
             )
         else:
-            distilled = self._distil(key, variant, stage_prefix, target_share, steps, rate)
+            distilled = self._distill(key, variant, stage_prefix, target_share, steps, rate)
         # 2. Complete its line in the list for the report, even if the untrained variant is used.
         name = variant.path.name
         self._measurements[name] = replace(
@@ -265,7 +265,7 @@ class VariantCache:
             compression, distilled.path, distilled.behaviour, distilled, variant.origin
         )
 
-    def _distil(
+    def _distill(
         self,
         key: str,
         variant: CompressedVariant,
@@ -278,7 +278,7 @@ class VariantCache:
         out = self.journal.directory(key)
         # Remove what an earlier run wrote and was killed before it measured it.
         shutil.rmtree(out, ignore_errors=True)
-        distilled = distil_variant(
+        distilled = distill_variant(
             self.evaluator,
             variant.path,
             self.source,
@@ -302,7 +302,7 @@ class VariantCache:
         return distilled
 
 
-def distil_variant(
+def distill_variant(
     evaluator: Evaluator,
     written: Path,
     source: Checkpoint,
@@ -335,7 +335,7 @@ def distil_variant(
     before : Behaviour
         What the variant keeps untrained.
     steps, rate, target_share, journal, key
-        As for `distil_factors`.
+        As for `distill_factors`.
     statistics : Mapping, optional
         As for `rewrite`.
     stage_prefix : str
@@ -350,7 +350,7 @@ def distil_variant(
         evaluator.announce(stage, step.done, step.total, step.unit)
 
     is_measured = data.validation is evaluator.selection_reference
-    training = distil_factors(
+    training = distill_factors(
         student,
         data,
         steps=steps,

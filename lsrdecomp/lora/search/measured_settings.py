@@ -78,7 +78,7 @@ class MeasuredSettings(EvaluatorSettings):
 
     Examples
     --------
-    >>> MeasuredSettings(keep=0.9).distil
+    >>> MeasuredSettings(keep=0.9).distill
     0
     """
 
@@ -88,7 +88,7 @@ class MeasuredSettings(EvaluatorSettings):
         SHARE,
         "With --base: find the smallest version that keeps this share of the effect.",
     ] = None
-    distil: Annotated[
+    distill: Annotated[
         int,
         ON_COMMAND_LINE,
         TRAINING,

@@ -16,7 +16,6 @@ from lsrdecomp.fields import (
     ON_COMMAND_LINE,
     POSITIVE,
     TEXT,
-    Alias,
     Flag,
     Settings,
     list_of,
@@ -129,7 +128,6 @@ class CompressionPlan(Settings):
         float | None,
         ON_COMMAND_LINE,
         POSITIVE,
-        Alias("params"),
         "Maximum parameters of all layers together.",
     ] = None
     ratio: Annotated[

@@ -1,7 +1,7 @@
 """Runs that train an adapter: on examples (`finetune`), or on the outputs of its LoRA.
 
-`finetune` with `FinetuneSettings` gives a `FinetuneRecord`. Distillation is `lsrdecomp.distil` and
-``compress(…, distil=…)``; its trainer is here. Needs torch.
+`finetune` with `FinetuneSettings` gives a `FinetuneRecord`. Distillation is `lsrdecomp.distill` and
+``compress(…, distill=…)``; its trainer is here. Needs torch.
 """
 
 import lazy_loader

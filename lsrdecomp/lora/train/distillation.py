@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from lsrdecomp.errors import CalibrationError
 from lsrdecomp.lora.base.autocast import mixed_precision
 from lsrdecomp.lora.files import content_key
-from lsrdecomp.lora.train.distil_schedule import has_stalled, learning_rate
-from lsrdecomp.lora.train.distil_state import TrainingState
-from lsrdecomp.lora.train.distil_trainer import Trainer
+from lsrdecomp.lora.train.distill_schedule import has_stalled, learning_rate
+from lsrdecomp.lora.train.distill_state import TrainingState
+from lsrdecomp.lora.train.distill_trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Distillation:
         return cls(**fields)
 
 
-def distil_factors(
+def distill_factors(
     student: Base,
     data: DistillationData,
     *,
@@ -121,7 +121,7 @@ def distil_factors(
     """
     if steps < 1 or not data.batches:
         raise CalibrationError(
-            f"{steps} steps on {len(data.batches)} batches: there is nothing to distil with"
+            f"{steps} steps on {len(data.batches)} batches: there is nothing to distill with"
         )
     state_key = content_key(key, "distillation")
     trainer = Trainer(student, data, steps, seed, on_step)

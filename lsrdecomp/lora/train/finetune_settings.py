@@ -51,7 +51,7 @@ class FinetuneSettings(Settings):
 
     Examples
     --------
-    >>> run = FinetuneSettings(model="BASE", data="train.tsv", task="classes", steps=40)
+    >>> run = FinetuneSettings(base="BASE", data="train.tsv", task="classes", steps=40)
     >>> run.method, run.batch
     ('lora', 32)
     >>> run.replace(steps=0)
@@ -59,11 +59,11 @@ class FinetuneSettings(Settings):
     lsrdecomp.fields.SettingsError: steps must be a whole number, 1 or more, got 0
     """
 
-    model: Annotated[
+    base: Annotated[
         str,
         ON_COMMAND_LINE,
         INPUT_PATH,
-        "The base: a name, a directory, a GGUF file, or smollm2.",
+        "The base model: a name, a directory, a GGUF file, or smollm2.",
     ]
     data: Annotated[
         str,

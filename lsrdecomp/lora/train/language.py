@@ -170,7 +170,7 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
         with needs(f"metric {settings.metric}", "llm"):  # before any work
             import sacrebleu  # noqa: F401
     seed = settings.split_seed
-    tokenizer = open_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
+    tokenizer = open_tokenizer(settings.base, trust_remote_code=settings.trust_remote_code)
     # 1. Examples to train on, and examples to evaluate on.
     train = read_examples(settings.data)
     if settings.dev_data is not None:
@@ -200,7 +200,7 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
                 f"validation = {settings.validation} of {len(train)} examples leaves none of them "
                 "apart"
             )
-    base = reachable_base(settings.model)
+    base = reachable_base(settings.base)
     return LanguageDataset(settings, tokenizer, base, rows, validation_rows, dev, to_tokens(dev))
 
 

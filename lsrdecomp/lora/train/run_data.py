@@ -148,7 +148,7 @@ def read_dataset(settings: FinetuneSettings) -> Dataset:
     if settings.is_language:
         return read_language(settings)
     metric_functions()  # refuses, before any work, where they cannot be computed
-    base = reachable_base(settings.model)
+    base = reachable_base(settings.base)
     seed = settings.split_seed
     labels = find_labels(settings.data) if settings.task == CLASSES else Labels()
     train = labels.read(settings.data)

@@ -69,7 +69,7 @@ def open_model(
         model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
-    published_name = PUBLISHED_NAMES.get(settings.model, settings.model)
+    published_name = PUBLISHED_NAMES.get(settings.base, settings.base)
     model.name_or_path = published_name
     model.config._name_or_path = published_name
     if four_bit:
@@ -185,7 +185,7 @@ def _new_adapter(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     except (ValueError, TypeError, RuntimeError) as error:
         named = ", ".join(settings.target_modules or ("its usual layers",))
         raise SettingsError(
-            f"{settings.method} on {named} does not fit {settings.model}: {error}"
+            f"{settings.method} on {named} does not fit {settings.base}: {error}"
         ) from error
 
 
@@ -209,7 +209,7 @@ def _adapter_to_go_on_from(settings: FinetuneSettings, model: nn.Module) -> Peft
     try:
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
     except RuntimeError as error:
-        raise CheckpointError(f"does not fit {settings.model}: {error}", path=directory) from error
+        raise CheckpointError(f"does not fit {settings.base}: {error}", path=directory) from error
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def test_texts_are_counted_by_what_differs_between_them(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("settings", "total"),
-    [({}, 4), ({"passes": 2}, 6), ({"distil": 40}, 5), ({"passes": 2, "distil": 40}, 7)],
+    [({}, 4), ({"passes": 2}, 6), ({"distill": 40}, 5), ({"passes": 2, "distill": 40}, 7)],
 )
 def test_steps_are_numbered_of_so_many(settings: dict[str, int], total: int) -> None:
     told: list[ProgressUpdate] = []

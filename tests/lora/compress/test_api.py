@@ -131,9 +131,9 @@ def test_a_field_of_the_settings_is_told_where_it_goes():
     typed = str(told.value).partition("settings=")[2]
     assert typed == "lsrdecomp.lora.search.MeasuredSettings(held_out=64)"
     assert eval(typed, {"lsrdecomp": lsr}).held_out == 64
-    words = r"give settings=lsrdecomp.lora.compress.DistilSettings\(micro=2\)"
+    words = r"give settings=lsrdecomp.lora.compress.DistillSettings\(micro=2\)"
     with pytest.raises(LsrError, match=words):
-        lsr.distil("small", base="b", data=["a"], teacher="lora", micro=2)
+        lsr.distill("small", base="b", data=["a"], teacher="lora", micro=2)
 
 
 def test_the_signature_shows_every_goal():
@@ -151,7 +151,7 @@ def test_an_argument_wins_over_its_setting():
 
 def test_an_impossible_argument_is_refused_as_its_setting():
     with pytest.raises(LsrError, match="steps must be a whole number, 1 or more, got 0"):
-        lsr.distil("small", base="b", data="texts.txt", teacher="lora", steps=0)
+        lsr.distill("small", base="b", data="texts.txt", teacher="lora", steps=0)
     with pytest.raises(LsrError, match="keep must be above 0 and below 1"):
         lsr.compress(DEMO, base="b", data="texts.txt", keep=1.5)
 

@@ -34,7 +34,7 @@ from lsrdecomp.lora.measure import verify  # noqa: E402
 from lsrdecomp.lora.measure.evaluator import Evaluator  # noqa: E402
 from lsrdecomp.lora.measure.fidelity import Fidelity  # noqa: E402
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings, MeasuredSettings  # noqa: E402
-from lsrdecomp.lora.train.distil_state import TrainingState  # noqa: E402
+from lsrdecomp.lora.train.distill_state import TrainingState  # noqa: E402
 from lsrdecomp.lora.train.distillation import Distillation  # noqa: E402
 from lsrdecomp.markup import size_text  # noqa: E402
 
@@ -95,7 +95,7 @@ def test_distillation_is_part_of_the_record(folder, quarter, tmp_path):
     """Whether a few steps help here is luck; the better form is kept, and recorded as measured."""
     lora = lsr.open_checkpoint(folder / "lora")
     plan = lsr.CompressionPlan(ratio=4)
-    done = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, distil=12, **SETTINGS)
+    done = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, distill=12, **SETTINGS)
     done.save(tmp_path / "out")
     recorded = json.loads((tmp_path / "out" / "compression.json").read_text())
     before, after = (recorded["distillation"][name]["kept"] for name in ("before", "after"))
@@ -110,9 +110,9 @@ def test_distillation_is_part_of_the_record(folder, quarter, tmp_path):
 def test_the_better_of_untrained_and_trained_is_reported(
     folder, quarter, left, tmp_path, monkeypatch
 ):
-    pretend_to_distil(monkeypatch, left)
+    pretend_to_distill(monkeypatch, left)
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
-    done = lsr.compress(folder / "lora", ratio=4, distil=40, **settings)
+    done = lsr.compress(folder / "lora", ratio=4, distill=40, **settings)
     lost = 1.0 - quarter.fidelity.kept
     assert done.fidelity.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
     assert done.fidelity.distilled == (40 if left < 1.0 else 0)
@@ -183,7 +183,7 @@ def test_a_measured_divergence_is_a_goal(folder):
         )
 
 
-def pretend_to_distil(monkeypatch, left):
+def pretend_to_distill(monkeypatch, left):
     """Replace training: every form loses so much of its loss; the list tells what was trained."""
     done = []
 
@@ -193,7 +193,7 @@ def pretend_to_distil(monkeypatch, left):
         after = replace(before, kl=left * before.kl)
         return DistilledVariant(made, out, before, after, Distillation(steps, 0.03, 0.0, 0.0, 0.0))
 
-    monkeypatch.setattr("lsrdecomp.lora.compress.variants.distil_variant", distilled)
+    monkeypatch.setattr("lsrdecomp.lora.compress.variants.distill_variant", distilled)
     return done
 
 
@@ -207,10 +207,10 @@ def test_few_sizes_are_trained_and_the_smallest_that_keeps_enough_is_taken(
         "storage": "float32",
         **SETTINGS,
     }
-    done = pretend_to_distil(monkeypatch, 0.2)
+    done = pretend_to_distill(monkeypatch, 0.2)
     # Of so few texts a standard error is larger than what may be lost.
     monkeypatch.setattr(goals, "STD_ERRORS", 0.0)
-    result = lsr.compress(folder / "lora", **settings, distil=40)
+    result = lsr.compress(folder / "lora", **settings, distill=40)
     assert 1 <= len(done) <= 3
     assert len(set(done)) == len(done)
     assert result.fidelity.kept >= 0.9
@@ -234,8 +234,8 @@ def test_where_no_training_brings_enough_the_variant_is_an_untrained_one(folder,
         "storage": "float32",
         **SETTINGS,
     }
-    done = pretend_to_distil(monkeypatch, 1.1)  # does harm
-    result = lsr.compress(folder / "lora", **settings, distil=40)
+    done = pretend_to_distill(monkeypatch, 1.1)  # does harm
+    result = lsr.compress(folder / "lora", **settings, distill=40)
     assert 1 <= len(done) <= goals.MAX_TRAINED
     assert result.fidelity.distilled == 0
     assert result.fidelity.kept >= 0.9
@@ -251,19 +251,19 @@ def kill(*given, **named):
 
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
-    plain, end = variants.distil_variant, Evaluator.fidelity
+    plain, end = variants.distill_variant, Evaluator.fidelity
     monkeypatch.setattr(goals, "EARLY_STOP_MARGIN", 100.0)  # no training ends early
     settings = {
         "base": folder / "base",
         "data": TEXTS,
         "keep": 0.9,
-        "distil": 24,
+        "distill": 24,
         "storage": "float32",
         **SETTINGS,
     }
     monkeypatch.setattr(
         variants,
-        "distil_variant",
+        "distill_variant",
         lambda *given, **named: (trainings.append(1), plain(*given, **named))[1],
     )
     save = TrainingState.save
@@ -326,7 +326,7 @@ def test_the_command_says_which_versions_were_trained(folder, lines, tmp_path, m
         lines,
         "--keep",
         0.9,
-        "--distil",
+        "--distill",
         12,
         "--batch",
         16,
@@ -383,7 +383,7 @@ def test_a_size_is_measured_after_writing_and_little_is_said_aloud(
     folder, lines, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(Fidelity, "poor_below", 1.1)  # whatever so few parameters keep here
-    done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
+    done = command(folder, lines, "--parameters", 40, "--out", tmp_path / "out")
     assert done.exit_code == 1
     assert "keeps only" in done.stderr
     assert (tmp_path / "out").exists()
@@ -554,7 +554,7 @@ def test_texts_unlike_those_of_the_statistics_are_said_with_numbers(folder, line
     longer.write_text("\n".join(" ".join([text] * 4) for text, _ in TEXTS))
     for data, is_said in ((longer, True), (lines, False)):
         out = tmp_path / data.stem
-        told = ["--ratio", 4, "--calibrated", statistics, "--data", data, "--out", out]
+        told = ["--ratio", 4, "--statistics", statistics, "--data", data, "--out", out]
         done = command(folder, lines, *told, "--report", f"{out}.html")
         assert done.exit_code in (0, 1), done.output
         record = json.loads((out / "compression.json").read_text())
@@ -578,7 +578,7 @@ def test_statistics_of_few_examples_are_said_with_how_many_serve(folder, lines, 
         assert (said in done.output) == (statistics == few)
         out = tmp_path / f"of_{statistics.name}"
         words = ["compress", folder / "lora", "--ratio", 2, "--out", out, "--quiet"]
-        done = CliRunner().invoke(app, [*map(str, words), "--calibrated", str(statistics)])
+        done = CliRunner().invoke(app, [*map(str, words), "--statistics", str(statistics)])
         assert done.exit_code == 0, done.output
         assert (said in done.output) == (statistics == few)
         record = json.loads((out / "compression.json").read_text())

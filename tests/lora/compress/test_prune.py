@@ -119,7 +119,7 @@ def test_a_pruned_directory_is_a_valid_adapter_and_says_what_it_left_out(folder,
     assert dropped == {layer.name for layer in source.layers} - {layer.name for layer in new.layers}
 
 
-def distil_to(monkeypatch, shares):
+def distill_to(monkeypatch, shares):
     """Replace training: the n-th one ends with the n-th share; the list has what was asked."""
     trained = []
 
@@ -135,7 +135,7 @@ def distil_to(monkeypatch, shares):
             written, out, before, after, Distillation(steps, 0.1, 0.0, 0.0, 0.0)
         )
 
-    monkeypatch.setattr(variants, "distil_variant", distilled)
+    monkeypatch.setattr(variants, "distill_variant", distilled)
     return trained
 
 
@@ -161,7 +161,7 @@ def kept_of_nine_tenths(folder, monkeypatch):
         base=folder / "base",
         data=TEXTS,
         keep=0.9,
-        distil=40,
+        distill=40,
         storage="float32",
         **SETTINGS,
     )
@@ -169,7 +169,7 @@ def kept_of_nine_tenths(folder, monkeypatch):
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_keeps_more_than_was_asked_is_pruned_and_trained_a_little(folder, monkeypatch, keeps):
-    trained = distil_to(monkeypatch, [0.975, 0.903 if keeps else 0.89])
+    trained = distill_to(monkeypatch, [0.975, 0.903 if keeps else 0.89])
     result = kept_of_nine_tenths(folder, monkeypatch)
     assert trained == [(40, None), (12, 0.05)]
     first, second = (one for one in result.tried if one.steps)
@@ -185,6 +185,6 @@ def test_what_keeps_more_than_was_asked_is_pruned_and_trained_a_little(folder, m
 
 
 def test_what_keeps_hardly_more_is_not_trained_again(folder, monkeypatch):
-    trained = distil_to(monkeypatch, [0.904, 0.9])
+    trained = distill_to(monkeypatch, [0.904, 0.9])
     assert kept_of_nine_tenths(folder, monkeypatch).fidelity.distilled == 40
     assert trained == [(40, None)]

@@ -17,7 +17,7 @@ from tiny_bases import write_directories  # noqa: E402
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
 from lsrdecomp.lora.base.behaviour import Behaviour  # noqa: E402
-from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402
+from lsrdecomp.lora.compress.distill_lora import distill  # noqa: E402
 from lsrdecomp.lora.compress.goals import PlanGoal  # noqa: E402
 from lsrdecomp.lora.compress.rewrite import publish  # noqa: E402
 from lsrdecomp.lora.compress.size_search import MeasuredSizes, loss_of  # noqa: E402
@@ -190,5 +190,5 @@ def test_distilling_replaces_nothing_that_it_reads_though_it_is_forced(
         given["data"].write_text("\n".join(text for text, _ in TEXTS))
     before = contents(out)
     with pytest.raises(CheckpointError, match=r"the output must not|not replaced even by force"):
-        distil(written, **given, out=out, force=True, steps=1)
+        distill(written, **given, out=out, force=True, steps=1)
     assert contents(out) == before

@@ -65,7 +65,7 @@ VALUES: dict[str, Any] = {
     "trust_remote_code": True,
     "dtype": "bfloat16",
     "seed": 9,
-    "distil": 9,
+    "distill": 9,
     "examples": 9,
     "passes": 2,
 }
@@ -107,8 +107,7 @@ def arrive(*given: Any, **named: Any) -> None:
 def options_of_the_command() -> set[str]:
     command = typer.main.get_command(app).commands["compress"]  # type: ignore[attr-defined]
     of_every_run = {"adapter", "help_all", "config", "write_config"}
-    names = {each.name for each in command.params} - of_every_run
-    return {"statistics" if name == "calibrated" else name for name in names}
+    return {each.name for each in command.params} - of_every_run
 
 
 def test_every_declared_setting_has_its_routes() -> None:

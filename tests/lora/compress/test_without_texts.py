@@ -1,4 +1,4 @@
-"""compress, distil, calibrate and verify without texts: the model writes them, and it is said."""
+"""compress, distill, calibrate and verify without texts: the model writes them, and it is said."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_a_classifier_is_measured_on_sentences_of_the_package(tmp_path):
     assert "is not known" in fidelity.sentence()
 
 
-def test_distil_needs_no_texts(folder, tmp_path):
+def test_distill_needs_no_texts(folder, tmp_path):
     out = tmp_path / "out"
     run(
-        *("distil", folder / "small", "--teacher", folder / "lora", "--base", folder / "base"),
+        *("distill", folder / "small", "--teacher", folder / "lora", "--base", folder / "base"),
         *("--steps", 4, "--out", out),
     )
     assert json.loads((out / "compression.json").read_text())["promise"]["written"] == WRITTEN

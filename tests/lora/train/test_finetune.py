@@ -529,7 +529,7 @@ def test_judging_by_definition():
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     config = tmp_path / "run.toml"
     config.write_text(
-        f'model = "{place.model}"\ntask = "classes"\ndata = "{place.data}/train.tsv"\nsteps = 9\n'
+        f'base = "{place.model}"\ntask = "classes"\ndata = "{place.data}/train.tsv"\nsteps = 9\n'
         'device = "cpu"\n'
     )
     order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
@@ -547,7 +547,7 @@ def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
 
 
 def test_the_verb_refuses_in_one_line(tmp_path):
-    given = ("--model", "base", "--data", __file__, "--out", tmp_path / "out")
+    given = ("--base", "base", "--data", __file__, "--out", tmp_path / "out")
     for wrong, message in (
         (("--learning-rate", "-1"), "must be a number above 0, or auto, got -1"),
         (("--method", "nora"), "method must be one of lora, rslora"),
@@ -605,7 +605,7 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
 def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = FinetuneSettings.from_mapping(
-        {"model": "base", "data": "train.tsv", "task": "classes", "precision": precision}
+        {"base": "base", "data": "train.tsv", "task": "classes", "precision": precision}
     )
     assert settings.device == "auto"
     arguments = []

@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
 def settings(place, **changes):
     values = {
-        "model": str(place / "base"),
+        "base": str(place / "base"),
         "data": str(place / "rows.jsonl"),
         "device": "cpu",
         "log_every": 0,
@@ -144,7 +144,7 @@ def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatc
         "_dequantized_directory",
         lambda file: file.parent,
     )
-    finetune(settings(place, model="smollm2", steps=1, samples=0), tmp_path / "run")
+    finetune(settings(place, base="smollm2", steps=1, samples=0), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -211,7 +211,7 @@ def test_the_command_needs_no_more_than_base_data_and_out(place, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     arguments = [
         "finetune",
-        "--model",
+        "--base",
         place / "base",
         "--data",
         place / "rows.jsonl",
@@ -251,7 +251,7 @@ def test_a_setting_without_name_or_value_is_refused(text):
 def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
     arguments = [
         "finetune",
-        "--model",
+        "--base",
         place / "base",
         "--data",
         place / "rows.jsonl",
@@ -280,7 +280,7 @@ def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
         app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"]
     )
     assert isinstance(done.exception, SettingsError)
-    assert "no setting is called 'patiense'; did you mean 'patience'? known: model, data" in str(
+    assert "no setting is called 'patiense'; did you mean 'patience'? known: base, data" in str(
         done.exception
     )
     done = CliRunner().invoke(

@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 
 def settings(place, **changes):
-    values = {"model": str(place / "base"), "data": str(place / "rows.jsonl"), "device": "cpu"}
+    values = {"base": str(place / "base"), "data": str(place / "rows.jsonl"), "device": "cpu"}
     values |= {"log_every": 0, "steps": 1, "learning_rate": 1e-3, "samples": 0}
     return FinetuneSettings.from_mapping(values | changes)
 
@@ -90,7 +90,7 @@ def test_layers_of_a_model_of_pictures_and_texts_are_those_of_its_texts(monkeypa
 @pytest.mark.parametrize("method", ["lsr", "lora"])
 def test_what_is_trained_is_in_single_precision_whatever_the_base_is_in(place, precision, method):
     run = settings(place, precision=precision, method=method)
-    model, _ = open_model(run, run.model, None)
+    model, _ = open_model(run, run.base, None)
     trained = {name for name, _, _ in trainable_parameters(model)}
     assert trained
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -104,7 +104,7 @@ def test_a_head_is_trained_in_single_precision_on_a_base_in_half_of_it(place):
     run = FinetuneSettings(
         str(place / "base"), "train.tsv", "classes", precision="bfloat16", device="cpu"
     )
-    model, _ = open_model(run, run.model, 2)
+    model, _ = open_model(run, run.base, 2)
     trained = {name: parameter for name, parameter, _ in trainable_parameters(model)}
     heads = [name for name in trained if "modules_to_save" in name]
     assert len(heads) == 1

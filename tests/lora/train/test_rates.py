@@ -42,7 +42,7 @@ def common(tmp_path_factory):
 
 
 def opened(settings):
-    return open_model(settings, settings.model, 10)[0]
+    return open_model(settings, settings.base, 10)[0]
 
 
 def rate_of(settings, **options):
@@ -233,13 +233,13 @@ def test_a_rate_is_a_number_or_auto(common):
 def test_the_command_line_reads_both(tmp_path):
     for text in ("auto", "0.01"):
         done = run_command(
-            *("finetune", "--model", "base", "--data", "none", "--task", "nothing"),
+            *("finetune", "--base", "base", "--data", "none", "--task", "nothing"),
             *("--learning-rate", text),
             *("--out", tmp_path / "out"),
         )
         assert "task must be one of" in done.stderr
     done = run_command(
-        *("finetune", "--model", "base", "--data", "none", "--learning-rate", "fast"),
+        *("finetune", "--base", "base", "--data", "none", "--learning-rate", "fast"),
         *("--out", tmp_path / "out"),
     )
     assert "--learning-rate must be a number above 0, or auto, got 'fast'" in done.stderr

@@ -17,7 +17,7 @@ from lsrdecomp.cli.setting_options import options_of
 from lsrdecomp.fields import ON_COMMAND_LINE, settings, whole_number
 from lsrdecomp.lora.train.finetune_settings import FinetuneSettings, SettingsError
 
-LABELLED = {"model": "base", "data": "train.tsv", "task": "classes"}
+LABELLED = {"base": "base", "data": "train.tsv", "task": "classes"}
 
 
 def test_settings_survive_json_and_pickle():
@@ -39,7 +39,7 @@ def test_settings_survive_json_and_pickle():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rates": 1}, "no setting is called 'rates'; .*known: model, data, task"),
+        ({"rates": 1}, "no setting is called 'rates'; .*known: base, data, task"),
         ({"task": "SST"}, "task must be one of text, classes, scores, got 'SST'"),
         ({"method": "lora2"}, "method must be one of lora, .*, got 'lora2'"),
         ({"learning_rate": 0.0}, "learning_rate must be a number above 0, or auto, got 0.0"),
@@ -66,8 +66,8 @@ def test_settings_survive_json_and_pickle():
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
         ({"method": "head", "train_head": False}, "leaves nothing to train"),
         ({"options": [1]}, "options must be a table"),
-        ({"model": ""}, "model must be a text that is not empty"),
-        ({"model": None}, "model must be a text that is not empty, got None"),
+        ({"base": ""}, "base must be a text that is not empty"),
+        ({"base": None}, "base must be a text that is not empty, got None"),
         ({"init": "a", "head": "b"}, "init brings its own head"),
         ({"learning_rate": True}, "learning_rate must be a number above 0, or auto, got True"),
         ({"warmup": -0.1}, "warmup must be at least 0 and below 1, got -0.1"),
@@ -82,8 +82,8 @@ def test_an_impossible_setting_is_named(values, message):
         FinetuneSettings.from_mapping({**LABELLED, **values})
 
 
-def test_model_and_data_must_be_given():
-    for name in ("model", "data"):
+def test_base_and_data_must_be_given():
+    for name in ("base", "data"):
         with pytest.raises(SettingsError, match=f"^{name} must be given"):
             FinetuneSettings.from_mapping(
                 {key: value for key, value in LABELLED.items() if key != name}
@@ -148,7 +148,7 @@ def test_a_field_is_written_once():
     assert taken == [{"colour": 7, "learning_rate": 0.5}]
     assert (
         More.from_mapping(
-            tomllib.loads('model = "base"\ndata = "train.tsv"\ncolour = 4')
+            tomllib.loads('base = "base"\ndata = "train.tsv"\ncolour = 4')
         ).to_json()["colour"]
         == 4
     )
@@ -229,6 +229,6 @@ def test_options_of_a_method(methods):
 )
 def test_the_method_is_that_of_the_adapter_to_train_on_from(tmp_path, config, method):
     (tmp_path / "adapter_config.json").write_text(config)
-    values = {"model": "smollm2", "data": "train.jsonl", "init": str(tmp_path)}
+    values = {"base": "smollm2", "data": "train.jsonl", "init": str(tmp_path)}
     assert FinetuneSettings.from_mapping(values).method == method
     assert FinetuneSettings.from_mapping({**values, "method": "krona"}).method == "krona"

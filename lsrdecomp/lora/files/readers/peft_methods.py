@@ -84,7 +84,7 @@ def needs_base(what: str, config: Config) -> NeedsBaseError:
         typed = shlex.quote(base)
     return NeedsBaseError(
         f"{what}: its ΔW is what PEFT adds to the weights of its base; give that by --base {typed} "
-        "(inspect, compress, distil, export and verify take it; in Python base=)",
+        "(inspect, compress, distill, export and verify take it; in Python base=)",
         path=config.path,
     )
 

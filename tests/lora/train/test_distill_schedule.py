@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lsrdecomp.lora.train.distil_schedule import MAX_TRIALS, next_trial
+from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, next_trial
 from lsrdecomp.lora.train.rate_trials import RateTrial
 
 

@@ -1,4 +1,4 @@
-"""`lsrdecomp.distil`: train a compressed adapter, without labels, on the outputs of its LoRA.
+"""`lsrdecomp.distill`: train a compressed adapter, without labels, on the outputs of its LoRA.
 
 Torch is loaded when it is called.
 """
@@ -15,7 +15,7 @@ from lsrdecomp.errors import needs
 from lsrdecomp.fields import refuses_unknown
 from lsrdecomp.lora.base.any_adapter import open_adapter
 from lsrdecomp.lora.base.base_files import check_reachable
-from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.compress.distill_settings import DistillSettings
 from lsrdecomp.lora.compress.rewrite import publish
 from lsrdecomp.lora.files import Journal, check_output_directory, content_key, open_checkpoint
 from lsrdecomp.lora.files.file_checks import read_json
@@ -71,8 +71,8 @@ class Distilled:
         }
 
 
-@partial(refuses_unknown, settings=DistilSettings)
-def distil(
+@partial(refuses_unknown, settings=DistillSettings)
+def distill(
     directory: str | Path,
     *,
     base: str | Path,
@@ -81,8 +81,8 @@ def distil(
     out: str | Path | None = None,
     force: bool = False,
     steps: int | None = None,
-    rate: float | None = None,
-    settings: DistilSettings | None = None,
+    learning_rate: float | None = None,
+    settings: DistillSettings | None = None,
     seed: int | None = None,
     device: str | None = None,
     on_step: OnStep | None = None,
@@ -90,7 +90,7 @@ def distil(
     """Train a compressed adapter on its LoRA's outputs, and write the better of old and new.
 
     Outputs are logits and, of a classifier, features; see
-    `lsrdecomp.lora.train.distillation.distil_factors`.
+    `lsrdecomp.lora.train.distillation.distill_factors`.
 
     Parameters
     ----------
@@ -109,9 +109,9 @@ def distil(
         Replace ``out`` if it exists.
     steps : int, optional
         Maximum steps, including the learning-rate search; absent, 200.
-    rate : float, optional
+    learning_rate : float, optional
         Learning rate, a relative change per step; absent, found by trials.
-    settings : DistilSettings, optional
+    settings : DistillSettings, optional
         How texts are read and held out, and all else. An argument here of the same name wins.
     seed : int, optional
         Seed of the order of the texts, and of which are held out; absent, 0.
@@ -142,15 +142,15 @@ def distil(
     several devices, processes share the examples of each step (``micro`` at a time), and the first
     one writes.
     """
-    given = {"steps": steps, "rate": rate, "seed": seed, "device": device}
+    given = {"steps": steps, "learning_rate": learning_rate, "seed": seed, "device": device}
     given = {name: value for name, value in given.items() if value is not None}
-    options = (settings or DistilSettings()).replace(**given)
+    options = (settings or DistillSettings()).replace(**given)
     check_reachable(base)
     with needs("distillation", "peft"):
         from accelerate import PartialState
 
         from lsrdecomp.lora.base.texts import data_name, few_texts, read_data
-        from lsrdecomp.lora.compress.variants import distil_variant
+        from lsrdecomp.lora.compress.variants import distill_variant
         from lsrdecomp.lora.measure.evaluator import Evaluator
     # 1. Open what is given, and check it before work is done.
     directory = Path(directory)
@@ -159,12 +159,12 @@ def distil(
     check_layers(compressed, source)
     replaces = force or out is None
     out = directory if out is None else Path(out)
-    read = [source.path, *_paths(data, options.calibrated)]
+    read = [source.path, *_paths(data, options.statistics)]
     check_output_directory(out, read, replaces)
     texts = read_data(data)
     statistics = None
-    if options.calibrated is not None:
-        statistics = read_statistics(options.calibrated)
+    if options.statistics is not None:
+        statistics = read_statistics(options.statistics)
         statistics.check_base(source.config.get("base_model_name_or_path"))
     # 2. Open the base with the LoRA on it, on the device of this process.
     processes = PartialState(cpu=options.device in (None, "cpu"))
@@ -183,7 +183,7 @@ def distil(
         )
         # 3. Train, and measure what the new numbers keep as written.
         evaluator.announce("measuring")
-        variant = distil_variant(
+        variant = distill_variant(
             evaluator,
             directory,
             source,
@@ -191,9 +191,11 @@ def distil(
             evaluator.distillation_data(options.steps, options.micro),
             steps=options.steps,
             before=evaluator.measure(directory),
-            rate=options.rate,
+            rate=options.learning_rate,
             journal=journal,
-            key=content_key(evaluator.key, compressed.source_sha256, options.steps, options.rate),
+            key=content_key(
+                evaluator.key, compressed.source_sha256, options.steps, options.learning_rate
+            ),
             statistics=statistics,
         )
         # 4. Write the better of the two variants, with its fidelity.

@@ -36,9 +36,9 @@ from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
-from lsrdecomp.lora.compress.distil_lora import distil  # noqa: E402
-from lsrdecomp.lora.compress.distil_settings import DistilSettings  # noqa: E402
-from lsrdecomp.lora.compress.variants import distil_variant, products_of  # noqa: E402
+from lsrdecomp.lora.compress.distill_lora import distill  # noqa: E402
+from lsrdecomp.lora.compress.distill_settings import DistillSettings  # noqa: E402
+from lsrdecomp.lora.compress.variants import distill_variant, products_of  # noqa: E402
 from lsrdecomp.lora.files import Journal, open_checkpoint  # noqa: E402
 from lsrdecomp.lora.files.packed_index import split_tensor  # noqa: E402
 from lsrdecomp.lora.measure import evaluator as evaluate  # noqa: E402
@@ -49,13 +49,13 @@ from lsrdecomp.lora.measure.teacher import DistillationData, teacher_batch  # no
 from lsrdecomp.lora.peft.layer import LsrLayer  # noqa: E402
 from lsrdecomp.lora.search import CompressionPlan  # noqa: E402
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings  # noqa: E402
-from lsrdecomp.lora.train.distil_schedule import MAX_TRIALS  # noqa: E402
-from lsrdecomp.lora.train.distil_state import TrainingState  # noqa: E402
-from lsrdecomp.lora.train.distil_trainer import Trainer, kl_loss, trainable_factors  # noqa: E402
-from lsrdecomp.lora.train.distillation import distil_factors  # noqa: E402
+from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS  # noqa: E402
+from lsrdecomp.lora.train.distill_state import TrainingState  # noqa: E402
+from lsrdecomp.lora.train.distill_trainer import Trainer, kl_loss, trainable_factors  # noqa: E402
+from lsrdecomp.lora.train.distillation import distill_factors  # noqa: E402
 
 WORDS = random.Random(0)
-READ = DistilSettings(batch=8, max_length=16)
+READ = DistillSettings(batch=8, max_length=16)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
 
 
@@ -71,8 +71,8 @@ def language_model(tmp_path_factory):
 
 def run(folder, directory, **settings):
     given = {"base": folder / "base", "data": TEXTS, "teacher": folder / "lora"}
-    given |= {"steps": 24, "rate": 0.03, "settings": READ} | settings
-    return distil(directory, **given)
+    given |= {"steps": 24, "learning_rate": 0.03, "settings": READ} | settings
+    return distill(directory, **given)
 
 
 def weakened(folder, out):
@@ -137,7 +137,7 @@ def test_a_variant_that_cannot_become_better_stays_as_it_is(classifier, tmp_path
     lora = open_checkpoint(classifier / "lora")
     compress(lora, CompressionPlan(separation_rank=8)).save(tmp_path / "whole")
     before = (tmp_path / "whole" / "adapter_model.safetensors").read_bytes()
-    done = run(classifier, tmp_path / "whole", rate=0.5, steps=6)  # far too fast
+    done = run(classifier, tmp_path / "whole", learning_rate=0.5, steps=6)  # far too fast
     assert done.variant.after.kl >= done.variant.before.kl
     assert done.variant.steps == 0
     assert done.fidelity.kept == done.variant.before.kept
@@ -213,7 +213,7 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
         monkeypatch.setattr(
             module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1]
         )
-    done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
+    done = run(model, model / "lsr", out=tmp_path / "out", steps=60, learning_rate=None)
     training = done.variant.training
     of_teacher = training.passes - 2 * training.steps - 4 * len(training.checks)
     assert len(asked) == training.steps + of_teacher
@@ -221,13 +221,13 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
 
 
 def test_rates_that_were_tried_are_recorded_and_are_among_the_steps(classifier, tmp_path):
-    done = run(classifier, classifier / "lsr", out=tmp_path / "out", steps=40, rate=None)
+    done = run(classifier, classifier / "lsr", out=tmp_path / "out", steps=40, learning_rate=None)
     record = json.loads((tmp_path / "out" / "compression.json").read_text())["distillation"]
     losses = dict(record["rate_trials"])
     assert 3 <= len(losses) <= MAX_TRIALS
     assert record["rate"] == min(losses, key=losses.get)
     assert done.variant.training.steps <= 40
-    given = run(classifier, classifier / "lsr", out=tmp_path / "given", steps=4, rate=0.03)
+    given = run(classifier, classifier / "lsr", out=tmp_path / "given", steps=4, learning_rate=0.03)
     assert given.variant.training.rate_trials == ()
 
 
@@ -238,7 +238,7 @@ def test_a_share_that_is_known_is_not_measured_before_the_first_step(classifier)
     for share in (None, 0.25):
         data = evaluator.distillation_data(4)
         student = evaluator.base.with_adapter(classifier / "lsr")
-        records.append(distil_factors(student, data, steps=4, rate=0.03, share_before=share))
+        records.append(distill_factors(student, data, steps=4, rate=0.03, share_before=share))
     measured, known = records
     assert known.before == 0.25
     assert known.checks[0] == (0, 0.25)
@@ -272,9 +272,9 @@ def test_mixed_precision_learns_as_much(language_model, tmp_path, monkeypatch, h
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, settings)
     of_small_models = partial(mixed_precision.mixed_precision, min_parameters=1)
-    monkeypatch.setattr(sys.modules[distil_factors.__module__], "mixed_precision", of_small_models)
+    monkeypatch.setattr(sys.modules[distill_factors.__module__], "mixed_precision", of_small_models)
     data = evaluator.distillation_data(12)
-    done = distil_factors(student, data, steps=12, rate=0.03)
+    done = distill_factors(student, data, steps=12, rate=0.03)
     assert set(dtypes) == {torch.bfloat16 if has_units else torch.float32}
     assert done.after > done.before + 0.01
     share = data.validation.compare(student).kept  # in float32, as it is reported
@@ -307,7 +307,7 @@ def test_training_ends_when_enough_is_kept_and_the_lora_runs_on_each_batch_once(
 
     def train(name, **settings):
         settings |= {"steps": 24, "before": before, "rate": 0.03}
-        return distil_variant(
+        return distill_variant(
             evaluator, classifier / "lsr", lora, tmp_path / name, data, **settings
         ).training
 
@@ -335,7 +335,7 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(
                 "journal": journal,
                 "key": "training",
             }
-            done = distil_factors(
+            done = distill_factors(
                 student, target_share=enough, on_step=lambda step: steps.append(step.done), **about
             )
             assert [share for _, share in done.checks[:2]] == [0.1, 0.2]
@@ -357,7 +357,7 @@ def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
     ]
     validation = Reference(source, batches[4:])
     data = DistillationData(source, [[batch] for batch in batches[:4]], validation)
-    done = distil_factors(student, data, steps=12, rate=0.03)
+    done = distill_factors(student, data, steps=12, rate=0.03)
     assert done.after > done.before + 0.01
 
 
@@ -387,7 +387,7 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     )
     (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
     words = [
-        "distil",
+        "distill",
         classifier / "lsr",
         "--out",
         tmp_path / "shared",
@@ -395,7 +395,7 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
         classifier / "base",
     ]
     words += ["--teacher", classifier / "lora", "--data", tmp_path / "texts.txt"]
-    words += ["--steps", 4, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
+    words += ["--steps", 4, "--learning-rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
     assert processes.run_together(2, processes.run_command_here, *words) == [0, 0]
     record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
     checks = [share for _, share in record["checks"]]
@@ -531,7 +531,7 @@ def test_a_plain_lora_is_not_distilled(classifier, tmp_path):
         run(classifier, tmp_path / "plain")
 
 
-def test_distil_on_the_command_line(classifier, tmp_path):
+def test_distill_on_the_command_line(classifier, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(text for text, _ in TEXTS))
     options = {
@@ -544,11 +544,11 @@ def test_distil_on_the_command_line(classifier, tmp_path):
         "--out": tmp_path / "out",
         "--batch": 8,
         "--max-length": 16,
-        "--rate": 0.03,
+        "--learning-rate": 0.03,
         "--json": tmp_path / "f.json",
     }
     given = [
-        "distil",
+        "distill",
         str(weakened(classifier, tmp_path / "weak")),
         *(str(word) for pair in options.items() for word in pair),
     ]

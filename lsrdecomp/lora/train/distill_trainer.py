@@ -23,8 +23,8 @@ from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.measure.features import forward_with_features
 from lsrdecomp.lora.measure.teacher import feature_distance
 from lsrdecomp.lora.peft.kernels import without_autocast
-from lsrdecomp.lora.train.distil_schedule import TRIAL_RATES, n_evaluations, next_trial
-from lsrdecomp.lora.train.distil_state import TrainingState, make_optimizer
+from lsrdecomp.lora.train.distill_schedule import TRIAL_RATES, n_evaluations, next_trial
+from lsrdecomp.lora.train.distill_state import TrainingState, make_optimizer
 from lsrdecomp.lora.train.rate_trials import TRIAL_WARMUP_STEPS, RateTrial, best_trial, trial_steps
 
 if TYPE_CHECKING:
@@ -298,6 +298,6 @@ def trainable_factors(model: nn.Module) -> list[nn.Parameter]:
             factors.append(parameter)
     if not factors:
         raise CalibrationError(
-            "the adapter has no LSR factors to train; distil what `compress` wrote"
+            "the adapter has no LSR factors to train; distill what `compress` wrote"
         )
     return factors

@@ -12,11 +12,11 @@ from lsrdecomp.cli.options import Force, JsonFile, Quiet
 from lsrdecomp.cli.outputs import NEW_DIRECTORY
 from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.setting_options import options_of
-from lsrdecomp.lora.compress.distil_settings import DistilSettings
+from lsrdecomp.lora.compress.distill_settings import DistillSettings
 
 
-@options_of(DistilSettings)
-def distil(
+@options_of(DistillSettings)
+def distill(
     adapter: Annotated[
         Path, typer.Argument(help="Directory that `compress` wrote.", show_default=False)
     ],
@@ -45,7 +45,9 @@ def distil(
     The share kept of the LoRA's effect is measured on held-out texts before and after, and the
     better version is written. A killed run resumes; the adapter stays as it is until the end.
     """
-    from lsrdecomp.lora.compress.distil_lora import distil as run  # here, since NumPy comes with it
+    from lsrdecomp.lora.compress.distill_lora import (
+        distill as run,  # here, since NumPy comes with it
+    )
 
     with tables.quiet(), follow(quiet=quiet) as show:
         done = run(
@@ -56,7 +58,7 @@ def distil(
             out=out,
             force=force,
             on_step=show,
-            settings=DistilSettings(**options),
+            settings=DistillSettings(**options),
         )
     variant = done.variant
     training = variant.training
