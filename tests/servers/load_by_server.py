@@ -193,6 +193,69 @@ def by_stacks(request: dict[str, Any], pairs: dict[str, Any]) -> None:
             pairs[name] = down, up
 
 
+def by_exllamav3(request: dict[str, Any], pairs: dict[str, Any]) -> None:
+    """Fill ``pairs`` by ExLlamaV3's `LoRA`, whose halves are transposed and in float16."""
+    import torch
+
+    linear_class: Any = importlib.import_module("exllamav3.modules.linear").Linear
+    modules = {}
+    for name, (out_features, in_features) in request["shapes"].items():
+        modules[name] = linear_class()
+        modules[name].__dict__.update(
+            in_features=in_features,
+            out_features=out_features,
+            is_sliced=False,
+            device=torch.device("cpu"),
+            lora_a_tensors={},
+            lora_b_tensors={},
+        )
+    model = SimpleNamespace(modules_dict=modules)
+    lora = importlib.import_module("exllamav3.model.lora").LoRA
+    loaded = lora.from_directory(model, request["adapter"])
+    for name, linear in loaded.target_modules.items():
+        pairs[name] = linear.lora_a_tensors[loaded].T, linear.lora_b_tensors[loaded].T
+
+
+def by_lmdeploy(request: dict[str, Any], pairs: dict[str, Any]) -> None:
+    """Fill ``pairs`` by LMDeploy's `add_adapters`, whose buffers are one for all adapters.
+
+    A layer that the adapter lacks keeps what lay in memory, so all are begun with NaN.
+    """
+    import torch
+    from torch import nn
+
+    patch = importlib.import_module("lmdeploy.pytorch.models.patch")
+    builder = SimpleNamespace(build=lambda: None)
+    backend = SimpleNamespace(get_layer_impl_builder=lambda _: builder)
+    lora: Any = importlib.import_module("lmdeploy.pytorch.nn.linear.lora")
+    lora.get_backend = lambda: backend
+    lora.OpType = SimpleNamespace(LoRA=None)
+    importlib.import_module("lmdeploy.pytorch.nn.linear").LoRA = lora.LoRA
+    patch.torch.empty = lambda *sizes, **options: torch.full(*sizes, torch.nan, **options)
+    # 1. A model of the base's layers, in its tree of names.
+    model = nn.Module()
+    model.ctx_mgr = None
+    layers = {}
+    for name, (out_features, in_features) in request["shapes"].items():
+        place = model
+        for part in name.split("."):
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.lora_adapters = nn.ModuleDict()
+        place.in_features, place.out_features = in_features, out_features
+        place.colwise, place.is_tp = True, False
+        layers[name] = place
+    # 2. Its own loader, and of every layer the rows of the one adapter there is.
+    patch.add_adapters(
+        model, {"adapter": request["adapter"]}, dtype=torch.float32, device=torch.device("cpu")
+    )
+    for name, layer in layers.items():
+        for adapter in layer.lora_adapters.values():
+            scale = adapter.adapter_info.scalings[1]
+            pairs[name] = adapter.lora_A.data, scale * adapter.lora_B.data.T
+
+
 def _work_on_cpu(module: Any, server: str) -> None:
     """Give a module of TGI or LoRAX what its GPU kernels bring, of which only padding counts."""
     import torch
@@ -225,7 +288,14 @@ def _from_layers(name: str) -> str:
     return match[1] if match else name
 
 
-LOADERS = {"vllm": by_vllm, "sglang": by_sglang, "tgi": by_stacks, "lorax": by_stacks}
+LOADERS = {
+    "vllm": by_vllm,
+    "sglang": by_sglang,
+    "tgi": by_stacks,
+    "lorax": by_stacks,
+    "exllamav3": by_exllamav3,
+    "lmdeploy": by_lmdeploy,
+}
 
 
 def main(request_file: str) -> None:

@@ -3,7 +3,8 @@
 A wheel comes without its dependencies from the index that pip knows; of it only the files that load
 adapters are kept, and a ``sitecustomize`` makes every other module of the package an empty one. So
 the loaders run where the servers, which want a GPU, cannot be installed. TGI and LoRAX are on no
-index: ``TGI_SOURCE`` and ``LORAX_SOURCE`` name clones of their repositories.
+index, and wheels of ExLlamaV3 and LMDeploy are built for a GPU: ``TGI_SOURCE``, ``LORAX_SOURCE``,
+``EXLLAMAV3_SOURCE`` and ``LMDEPLOY_SOURCE`` name clones of their repositories.
 """
 
 from __future__ import annotations
@@ -142,6 +143,19 @@ PACKAGES = {
         source="LORAX_SOURCE",
         root="server",
         stubbed=("loguru",),
+    ),
+    "exllamav3": Package(
+        "exllamav3", "4f8ad01", ("exllamav3/model/lora.py",), source="EXLLAMAV3_SOURCE"
+    ),
+    "lmdeploy": Package(
+        "lmdeploy",
+        "1263d5cd8",
+        tuple(
+            f"lmdeploy/pytorch/{name}.py"
+            for name in ("adapter/adapter", "backends/lora", "models/patch", "nn/linear/lora")
+        )
+        + ("lmdeploy/pytorch/weight_loader/model_weight_loader.py",),
+        source="LMDEPLOY_SOURCE",
     ),
 }
 

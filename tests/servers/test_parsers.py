@@ -31,6 +31,8 @@ pytestmark = pytest.mark.servers
 
 LOADER = "loader, on the CPU; ΔW compared"
 SCRIPT = Path(__file__).with_name("load_by_server.py")
+IN_HALF_PRECISION = "exllamav3"
+"""The server that keeps what it loads in float16."""
 LAYERS = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -218,6 +220,6 @@ def test_what_export_writes_is_read_alike_by_every_server(
         np.testing.assert_allclose(update, own, atol=1e-4)
         difference = served[from_layers(layer_name)] - update
         worst = max(worst, np.linalg.norm(difference) / max(np.linalg.norm(update), 1.0))
-    assert worst < 1e-6
+    assert worst < (1e-3 if name == IN_HALF_PRECISION else 1e-6)
     record(name, LOADER, "exports", worst)
     print(f"\n{name:14} {variant:26} {len(written)} layers, ΔW within {worst:.1e}", end="")
