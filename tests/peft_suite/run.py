@@ -24,6 +24,9 @@ FILES = (
     "test_low_level_api.py",
     "test_other.py",
     "test_quantization.py",
+    "test_tuners_utils.py",
+    "test_initialization.py",
+    "test_mixed.py",
 )
 
 

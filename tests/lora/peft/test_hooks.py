@@ -2,6 +2,7 @@
 
 import warnings
 
+import processes
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -140,10 +141,10 @@ def test_a_parametrized_factor_is_what_the_parametrization_says(config):
     assert torch.equal(logits(model), logits(twin))
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
+@pytest.fixture
+def one_process(tmp_path):
     """A group of one process, which shards and gathers nevertheless."""
-    store = tmp_path_factory.mktemp("group") / "store"
+    store = tmp_path / "store"
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=0, world_size=1
     )
@@ -168,6 +169,59 @@ def test_fully_sharded_models_answer_and_learn_alike(config):
     assert torch.equal(logits(model), expected)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-5, atol=1e-7)
+
+
+def learn_in_flat_shards(rank, size, place):
+    """Write what a rank's models answer before and after a step, sharded as FSDP's first version.
+
+    The parameters of a layer are one flat tensor there, which is gathered for its call alone.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=size
+    )
+    answers = {}
+    for name, config in METHODS.items():
+        model = adapted(config)
+        layers = model.base_model.model.model.layers
+        for index, layer in enumerate(layers):
+            layers[index] = FullyShardedDataParallel(
+                layer, use_orig_params=True, device_id=torch.device("cpu")
+            )
+        answers[name] = logits(model), after_a_step(model)
+    torch.save(answers, place / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def after_a_step(model):
+    """Return the logits after one step of the layers' adapters."""
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and "embed" not in n]
+    optimizer = torch.optim.SGD(trained, lr=1e-2)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    return logits(model)
+
+
+@pytest.fixture(scope="module")
+def in_flat_shards(tmp_path_factory):
+    """What each of two processes answered, by method."""
+    place = tmp_path_factory.mktemp("flat")
+    others = [processes.start_process(learn_in_flat_shards, rank, 2, place) for rank in (0, 1)]
+    for other in others:
+        other.join()
+        assert other.exitcode == 0
+    return [torch.load(place / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_models_in_flat_shards_answer_and_learn_alike(in_flat_shards, name):
+    twin = adapted(METHODS[name])
+    expected = logits(twin), after_a_step(twin)
+    for answers in in_flat_shards:
+        before, after = answers[name]
+        assert torch.equal(before, expected[0])
+        torch.testing.assert_close(after, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_dora_on_offloaded_weights_is_refused_in_words():
