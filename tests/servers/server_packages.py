@@ -119,6 +119,10 @@ VLLM_FILES = (*(f"vllm/lora/{name}.py" for name in VLLM), "vllm/config/lora.py")
 SGLANG_FILES = tuple(
     f"sglang/srt/lora/{name}.py" for name in ("lora", "lora_config", "utils", "lora_manager")
 )
+LMDEPLOY = ("adapter/adapter", "backends/lora", "models/patch", "nn/linear/lora")
+LMDEPLOY_FILES = tuple(
+    f"lmdeploy/pytorch/{name}.py" for name in (*LMDEPLOY, "weight_loader/model_weight_loader")
+)
 PACKAGES = {
     "vllm 0.33.0": Package("vllm", "0.33.0", VLLM_FILES),
     "vllm 0.20.2": Package("vllm", "0.20.2", VLLM_FILES),
@@ -150,11 +154,7 @@ PACKAGES = {
     "lmdeploy": Package(
         "lmdeploy",
         "1263d5cd8",
-        tuple(
-            f"lmdeploy/pytorch/{name}.py"
-            for name in ("adapter/adapter", "backends/lora", "models/patch", "nn/linear/lora")
-        )
-        + ("lmdeploy/pytorch/weight_loader/model_weight_loader.py",),
+        LMDEPLOY_FILES,
         source="LMDEPLOY_SOURCE",
     ),
 }
