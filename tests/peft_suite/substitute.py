@@ -50,6 +50,9 @@ LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_ba
 WRITTEN_OUT = {
     "test_low_level_api": "LoraConfig",
     "test_other": "LoraConfig",
+    "test_tuners_utils": "LoraConfig",
+    "test_mixed": "LoraConfig",
+    "test_initialization": "LoraConfig",
     "test_lora_conversion": "LoKrConfig",
 }
 # Of those files, what asks for LoRA's own names (of parameters, classes, a value of bias) or for
