@@ -331,6 +331,11 @@ BLOCK_NUMBERS = 2**15
 """Numbers that are rounded at a time: their copies fit into a cache of half a megabyte."""
 
 
+_STEP_SIZES = np.exp2(-np.arange(MAX_STEP_EXPONENT + 1) / STEPS_PER_OCTAVE)
+_INVERSE_SIZES = (1.0 / _STEP_SIZES).astype(np.float32)
+_SQUARED_SIZES = (_STEP_SIZES**2).astype(np.float32)
+
+
 def _grouped_codes(
     grouped: NDArray[np.floating], bits: int, codes: Codes
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
@@ -361,18 +366,17 @@ def _grouped_codes(
         below = np.rint(-STEPS_PER_OCTAVE * np.log2(ends))
     below = np.minimum(below, MAX_STEP_EXPONENT).astype(np.intp)
     in_lowest = np.where(is_negative_step, lowest, -lowest).astype(np.float32)
-    sizes = np.exp2(-np.arange(MAX_STEP_EXPONENT + 1) / STEPS_PER_OCTAVE)
-    inverse_sizes = (1.0 / sizes).astype(np.float32)
-    squared_sizes = (sizes**2).astype(np.float32)
     # 3. Of some steps the one of least error.
     in_steps = np.empty_like(numbers)
     rounded = np.empty_like(numbers)
+    ends_of_codes = np.float32(lowest), np.float32(highest)
 
     def round_at(exponents: NDArray[np.intp]) -> None:
-        per_step = in_lowest * inverse_sizes[exponents]
+        per_step = in_lowest * _INVERSE_SIZES[exponents]
         np.multiply(numbers, per_step if axis == 0 else per_step[:, None], out=in_steps)
         np.rint(in_steps, out=rounded)
-        rounded.clip(lowest, highest, out=rounded)
+        np.maximum(rounded, ends_of_codes[0], out=rounded)
+        np.minimum(rounded, ends_of_codes[1], out=rounded)
 
     best_error = np.full(len(ends), np.inf, dtype=np.float32)
     best_exponents = np.full(len(ends), MAX_STEP_EXPONENT)
@@ -381,7 +385,7 @@ def _grouped_codes(
         round_at(exponents)
         np.subtract(in_steps, rounded, out=rounded)
         np.multiply(rounded, rounded, out=rounded)
-        error = squared_sizes[exponents] * rounded.sum(axis=axis)
+        error = _SQUARED_SIZES[exponents] * rounded.sum(axis=axis)
         is_better = error < best_error
         best_error = np.where(is_better, error, best_error)
         best_exponents = np.where(is_better, exponents, best_exponents)
@@ -487,13 +491,14 @@ def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
     """
     flat = codes.reshape(-1)
     # Eight codes make a number of so many bytes; those of the last are filled up by zero bits.
-    eights = np.zeros((-(-flat.size // 8), 8), dtype=np.uint64)
-    eights.reshape(-1)[: flat.size] = (flat.view(np.uint8) + np.uint8(2 ** (bits - 1))) & np.uint8(
-        2**bits - 1
-    )
-    numbers = np.zeros(len(eights), dtype=np.uint64)
-    for place in range(8):
-        numbers = (numbers << np.uint64(bits)) | eights[:, place]
+    digits = np.zeros(8 * -(-flat.size // 8), dtype=np.uint8)
+    np.add(flat.view(np.uint8), np.uint8(2 ** (bits - 1)), out=digits[: flat.size])
+    digits[: flat.size] &= np.uint8(2**bits - 1)
+    # Two neighbours become one number of twice the bits, three times.
+    numbers: NDArray[Any] = digits
+    for width, dtype in ((bits, np.uint16), (2 * bits, np.uint32), (4 * bits, np.uint64)):
+        pairs = numbers.reshape(-1, 2).astype(dtype)
+        numbers = (pairs[:, 0] << dtype(width)) | pairs[:, 1]
     packed = numbers.astype(">u8").view(np.uint8).reshape(-1, 8)[:, 8 - bits :]
     return np.ascontiguousarray(packed).reshape(-1)[: packed_size(flat.size, bits)]
 

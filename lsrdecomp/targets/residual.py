@@ -80,6 +80,12 @@ def cached_row_blocks(rows: int, columns: int) -> tuple[slice, ...]:
     return tuple(_slices(rows, block_height(columns, 2**15)))
 
 
+@lru_cache(maxsize=2**6)
+def thin_row_blocks(rows: int, columns: int) -> tuple[slice, ...]:
+    """Return slices of at most 256 KiB in double precision that cover the rows of a thin matrix."""
+    return tuple(_slices(rows, max(1, 2**15 // max(1, columns))))
+
+
 def _slices(rows: int, height: int) -> list[slice]:
     return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
@@ -171,6 +177,20 @@ def has_twelve_digits(squared: Array, size: Array) -> Array:
         Root of what was subtracted.
     """
     return squared * 32.0**2 > size * size
+
+
+def gram_of(array: np.ndarray) -> np.ndarray:
+    """Return Aᵀ A of a real matrix (m, r) of NumPy in double precision.
+
+    Numbers in single precision are widened block by block, in a cache.
+    """
+    if array.dtype == np.float64:
+        return np.asarray(array.T @ array)
+    gram = np.zeros((array.shape[1], array.shape[1]))
+    for part in thin_row_blocks(*array.shape):
+        block = array[part].astype(np.float64)
+        gram += block.T @ block
+    return gram
 
 
 def pair_distance(left: Array, right: Array, other_left: Array, other_right: Array) -> float:

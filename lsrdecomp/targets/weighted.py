@@ -20,7 +20,7 @@ from lsrdecomp.arrays import (
     triangular_factor,
 )
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.residual import check_sizes, pair_core, pair_distances
+from lsrdecomp.targets.residual import check_sizes, gram_of, pair_core, pair_distances
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Arr
     """Return (S, σ, T) with U = B S and Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
 
     Shapes (…, r, k), (…, k) and (…, k, r). Columns of G^½ U and C^½ V are orthonormal, to twelve
-    digits. In double precision NumPy's triangles are Cholesky's factors of Gram matrices where
-    these are well conditioned, in a fifth of the time.
+    digits. NumPy's triangles are Cholesky's factors of Gram matrices where these are well
+    conditioned, in a fifth of the time. Pairs may be in single precision: sums are in double.
     """
     columns, rows = _weighted(left, right, weights)
     return gauge_of(_cholesky_or_qr(columns), _cholesky_or_qr(rows))
@@ -129,24 +129,25 @@ def _cholesky_or_qr(array: Array) -> Array:
     .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the
        CholeskyQR2 algorithm, Electron. Trans. Numer. Anal. 44 (2015).
     """
-    if type(array) is not np.ndarray or array.ndim != 2 or array.dtype != np.float64:
-        return triangular_factor(array)
+    is_real_of_numpy = type(array) is np.ndarray and array.dtype in (np.float32, np.float64)
+    if not is_real_of_numpy or array.ndim != 2:
+        return triangular_factor(as_double(array))
     from scipy.linalg.lapack import dpocon, dpotrf
 
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        gram = array.T @ array
+        gram = gram_of(array)
         lengths = np.sqrt(np.diag(gram))
     if not SMALLEST_LENGTH < lengths.min() <= lengths.max() < 1.0 / SMALLEST_LENGTH:
-        return triangular_factor(array)
+        return triangular_factor(as_double(array))
     # Columns of any length: Cholesky's errors are those of a unit diagonal.
     scaled = gram / np.outer(lengths, lengths)
     factor, failed = dpotrf(scaled)
     if failed:
-        return triangular_factor(array)
+        return triangular_factor(as_double(array))
     one_norm = np.abs(scaled).sum(axis=0).max()
     reciprocal_condition, _ = dpocon(factor, one_norm)
     if reciprocal_condition < 1.0 / 1e4:
-        return triangular_factor(array)
+        return triangular_factor(as_double(array))
     return factor * lengths
 
 

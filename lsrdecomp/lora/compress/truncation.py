@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.errors import BudgetError, StorageRangeError, UnsupportedError
 from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files import Checkpoint, open_checkpoint, write_pairs
 from lsrdecomp.lora.files.progress import Counter, OnStep
-from lsrdecomp.lora.files.tensors import DTYPES, Array, read_header
+from lsrdecomp.lora.files.tensors import DTYPES, Array, cast, read_header
 from lsrdecomp.lora.files.writers.same import (
     RankRule,
     carried_tensors,
     is_pair,
-    pair_as_read,
     rank_rule,
+    stored_type,
 )
 from lsrdecomp.lora.measure.verify_files import verify
 from lsrdecomp.lora.search.layers import Layer, layer_pair, open_layers
@@ -280,14 +280,23 @@ def _as_written(
 ) -> tuple[tuple[Array, Array], float]:
     """Return a truncation of a layer as a reader of the file gets it, and its error.
 
-    A layer of full rank is unchanged but for its rounding.
+    A layer of full rank is unchanged but for its rounding. Raises `StorageRangeError` if a number
+    overflows, with the layer and a storage that holds it.
     """
-    pair = layer.pair
-    halves = (pair.left, pair.right) if rank == layer.rank else layer.truncated(rank)
-    stored = pair_as_read(
-        source, layer.name, *halves, storage=storage, rank=common_rank or rank, to=to
-    )
-    return stored, layer.rounded_error(rank, halves, stored)
+    name, scale = stored_type(source, layer.name, storage=storage, rank=common_rank or rank, to=to)
+    is_whole = rank == layer.rank
+    (left, right), error = layer.rounded(None if is_whole else rank, DTYPES[name], scale)
+    if not math.isfinite(error):
+        pair = layer.pair
+        sides = (pair.left, pair.right) if is_whole else layer.truncated(rank)
+        try:
+            cast(sides[0] / scale, name, layer.name)
+            cast(sides[1], name, layer.name)
+        except StorageRangeError as refusal:
+            raise refusal.in_file(source.path) from None
+    if scale != 1.0:
+        left = left.astype(np.float64) * scale
+    return (left, right), error
 
 
 def truncation(
@@ -437,6 +446,9 @@ def _smallest_rank(part: Checkpoint, layer: Layer, plan: CompressionPlan, to: st
         return rank
     storage = _written_storage(part, plan, to)
     while 0 < rank < len(layer.sigma):
+        name, scale = stored_type(part, layer.name, storage=storage, rank=rank, to=to)
+        if layer.rounded_bound(rank, DTYPES[name], scale) <= allowed:
+            break
         _, error = _as_written(part, layer, rank, storage, to)
         if error <= allowed * (1.0 + 1e-12):
             break

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, namespace, norm, tail_norms, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    all_finite,
+    as_double,
+    namespace,
+    norm,
+    tail_norms,
+    to_numpy,
+)
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -22,7 +32,7 @@ from lsrdecomp.lora.files import Checkpoint, LoraLayer
 from lsrdecomp.lora.files.records import LOKR_STAYS
 from lsrdecomp.lora.search.caches import LRUCache, SpillCache
 from lsrdecomp.lora.search.effort import DEFAULT_LIMITS, ResourceLimits
-from lsrdecomp.targets.residual import pair_distance
+from lsrdecomp.targets.residual import gram_of, pair_distance, thin_row_blocks
 from lsrdecomp.targets.target import LowRank
 from lsrdecomp.targets.weighted import (
     leading_norms,
@@ -66,7 +76,7 @@ class Layer:
     shape : (m, n)
     rank : int
     read_pair : callable
-        Reads ΔW as a `LowRank` with its scale folded in.
+        Reads ΔW as a `LowRank` with its scale folded in, in single precision if that holds it.
     read_norms : callable, optional
         Reads the `NormWeights`; absent, the Frobenius norm.
     cache : SpillCache, optional
@@ -100,7 +110,14 @@ class Layer:
 
     @property
     def pair(self) -> LowRank:
-        """ΔW as a low-rank pair with its scale folded in, read if it is not in memory."""
+        """ΔW as a low-rank pair in double precision, read if it is not in memory."""
+        pair = self._read_pair()
+        left, right = as_double(pair.left), as_double(pair.right)
+        return pair if left is pair.left and right is pair.right else LowRank(left, right)
+
+    @property
+    def pair_as_read(self) -> LowRank:
+        """The same numbers, in single precision if that holds them."""
         return self._read_pair()
 
     @property
@@ -133,8 +150,8 @@ class Layer:
         """
         if self._gauge is not None:
             return self._gauge()
-        pair = self.pair
-        gauge = weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms)
+        pair = self.pair_as_read if self.is_frobenius else self.pair
+        gauge = weighted_gauge(pair.left, pair.right, self.norms)
         self._gauge = self._keep(gauge)
         return gauge
 
@@ -172,52 +189,91 @@ class Layer:
             return self.pair.residual_norm(approximation) ** 2
         return weighted_residual_norm(self.pair, approximation, self.norms) ** 2
 
-    def rounded_error(
-        self, rank: int, sides: tuple[Array, Array], stored: tuple[Array, Array]
-    ) -> float:
-        """Return ‖ΔW − B̂ Â‖_F of a truncation, rounded to B̂ and Â.
+    def rounded(
+        self, rank: int | None, dtype: Any, scale: float = 1.0
+    ) -> tuple[tuple[np.ndarray, np.ndarray], float]:
+        """Return both sides of a truncation in a storage type, and ‖ΔW − B̂ Â‖_F of what is read.
 
         With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). What is
         cut, C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
-        left. That takes products of thin matrices and no QR decomposition.
+        left. That takes products of thin matrices and no QR decomposition, block by block.
 
         Parameters
         ----------
-        rank : int
-        sides : (m, rank), (rank, n)
-            As `truncated` returns them, or with all components the pair itself.
-        stored : (m, rank), (rank, n)
-            Both as a reader gets them.
+        rank : int, optional
+            The sides are those of `truncated`; absent, the pair itself.
+        dtype : dtype
+        scale : float
+            What readers multiply the left side by: it is stored divided by it.
+
+        Returns
+        -------
+        (m, rank) and (rank, n), float
+            An error that is not finite tells of a number that the type does not hold.
         """
-        left, right = sides
-        new_left, new_right = stored
+        pair = self.pair_as_read if self.is_frobenius else self.pair
+        left, right = to_numpy(pair.left), to_numpy(pair.right)
+        turns: tuple[np.ndarray | None, ...] = (None, None)
+        if rank is not None:
+            columns, sigma, rows = (to_numpy(array) for array in self.gauge)
+            root = np.sqrt(sigma[:rank])
+            turns = columns[:, :rank] * root, (root[:, None] * rows[:rank]).T
+        with np.errstate(over="ignore", invalid="ignore"):
+            on_left = _round_side(left, turns[0], dtype, scale)
+            on_right = _round_side(right.T, turns[1], dtype, 1.0)
+        stored = on_left.stored, on_right.stored.T
+        errors_are_finite = np.isfinite(np.trace(on_left.gram) + np.trace(on_right.gram))
+        if not errors_are_finite and not all(map(all_finite, stored)):
+            return stored, math.inf
+        if rank is None and not (on_left.is_moved or on_right.is_moved):
+            return stored, 0.0
         if not self.is_frobenius:  # what is cut is orthogonal in another norm
-            return pair_distance(self.pair.left, self.pair.right.T, new_left, new_right.T)
-        left_error = new_left - left
-        right_error = new_right - right
-        pair = self.pair
-        if rank == self.rank:
-            error = pair_distance(left_error, right.T, new_left, -right_error.T)
+            return stored, self._distance(stored, scale)
+        left_turn, right_turn = on_left.with_side, on_right.with_side  # Eᵀ U and F Vᵀ
+        if rank is None:
+            left_square, right_square = gram_of(left), gram_of(right.T)
         else:
-            columns, sigma, rows = self.gauge
-            kept = sigma[:rank]  # on the diagonal of the Gram matrices of U and V
-            root = np.sqrt(kept)
-            with_left = left_error.T @ pair.left  # Eᵀ B
-            with_right = right_error @ pair.right.T  # F Aᵀ
-            left_turn = with_left @ (columns[:, :rank] * root)  # Eᵀ U
-            right_turn = with_right @ (root[:, None] * rows[:rank]).T  # F Vᵀ
-            left_gram = left_error.T @ left_error
-            right_gram = right_error @ right_error.T
-            moved = (np.diag(left_gram) + np.diag(right_gram)) @ kept
-            moved += np.sum(right_gram * (left_turn + left_turn.T + left_gram))
-            moved += 2.0 * np.sum((left_turn + left_gram) * right_turn.T)
-            mixed = np.sum(with_left * with_right) - np.sum(left_turn * right_turn)
-            cut = tail_norms(sigma)[rank]
-            error = math.sqrt(max(0.0, cut**2 + float(moved - 2.0 * mixed)))
-        size = float(np.linalg.norm(pair.left)) * float(np.linalg.norm(pair.right))
-        if 0.0 < error < MIN_ERROR * size:
-            return pair_distance(pair.left, pair.right.T, new_left, new_right.T)
-        return error
+            left_turn = left_turn @ turns[0]
+            right_turn = right_turn @ turns[1]
+            left_square = right_square = np.diag(sigma[:rank])
+        with np.errstate(over="ignore", invalid="ignore"):
+            squared = np.sum(on_left.gram * right_square) + np.sum(on_right.gram * left_square)
+            squared += np.sum(on_right.gram * (left_turn + left_turn.T + on_left.gram))
+            squared += 2.0 * np.sum((left_turn + on_left.gram) * right_turn.T)
+            if rank is not None:
+                mixed = np.sum(on_left.with_side * on_right.with_side)
+                mixed -= np.sum(left_turn * right_turn)
+                squared += tail_norms(sigma)[rank] ** 2 - 2.0 * mixed
+            size = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+        if not MIN_ERROR * size <= math.sqrt(max(0.0, squared)) < math.inf:
+            return stored, self._distance(stored, scale)
+        return stored, math.sqrt(squared)
+
+    def rounded_bound(self, rank: int, dtype: Any, scale: float = 1.0) -> float:
+        """Return a bound on the error of `rounded` from singular values alone.
+
+        Every number moves by at most μ of itself and half the spacing of the smallest numbers. So
+        ‖E‖ ≤ ε = μ √Σσ + ½ spacing √(m k), and likewise ‖F‖. Infinite in other norms than the
+        Frobenius norm, and where a number may not fit the type.
+        """
+        facts: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+        kept = self.sigma[:rank]
+        largest = math.sqrt(float(kept[0]))
+        if not self.is_frobenius or largest > float(facts.max) * min(1.0, abs(scale)):
+            return math.inf
+        relative = float(facts.eps) / 2.0 * math.sqrt(float(np.sum(kept)))
+        half_spacing = float(facts.smallest_subnormal) / 2.0
+        left = relative + abs(scale) * half_spacing * math.sqrt(self.shape[0] * rank)
+        right = relative + half_spacing * math.sqrt(self.shape[1] * rank)
+        rounding = (left + right) * largest + left * right
+        cut = tail_norms(self.sigma)[rank]
+        return math.sqrt(cut**2 + rounding**2 + 2.0 * cut * left * right)
+
+    def _distance(self, stored: tuple[np.ndarray, np.ndarray], scale: float) -> float:
+        """Return ‖ΔW − B̂ Â‖_F of stored sides, from whole matrices."""
+        pair = self.pair
+        left, right = (side.astype(np.float64) for side in stored)
+        return pair_distance(pair.left, pair.right.T, left * scale, right.T)
 
     @property
     def parameters(self) -> int:
@@ -245,6 +301,55 @@ class Layer:
     def _keep(self, value: T) -> Callable[[], T]:
         """Store a value in the cache, if there is one; return a function that reads it back."""
         return in_memory(value) if self._cache is None else self._cache.put(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedSide:
+    """One side of a truncation in a storage type, (m, k), and its error E in Gram matrices."""
+
+    stored: np.ndarray
+    with_side: np.ndarray  # Eᵀ B with the side B of the pair, (k, r)
+    gram: np.ndarray  # Eᵀ E
+    is_moved: bool  # whether rounding changed a number
+
+
+def _round_side(
+    side: np.ndarray, turn: np.ndarray | None, dtype: Any, scale: float
+) -> _RoundedSide:
+    """Round B turn / scale, or B / scale, to a type, block by block in a cache.
+
+    Parameters
+    ----------
+    side : (m, r)
+        B.
+    turn : (r, k), optional
+    dtype : dtype
+    scale : float
+    """
+    rank = side.shape[1]
+    kept = rank if turn is None else turn.shape[1]
+    lies_by_rows = side.flags.c_contiguous
+    stored = np.empty((len(side), kept) if lies_by_rows else (kept, len(side)), dtype)
+    stored = stored if lies_by_rows else stored.T
+    with_side = np.zeros((kept, rank))
+    gram = np.zeros((kept, kept))
+    is_moved = False
+    for part in thin_row_blocks(*side.shape):
+        block = side[part].astype(np.float64, copy=False)
+        exact = block
+        if turn is not None:
+            exact = block @ turn if lies_by_rows else (turn.T @ block.T).T
+        rounded = (exact if scale == 1.0 else exact / scale).astype(dtype)
+        stored[part] = rounded
+        error = rounded.astype(np.float64)
+        if scale != 1.0:
+            error *= scale
+        error -= exact
+        if error.any():
+            is_moved = True
+            with_side += error.T @ block
+            gram += error.T @ error
+    return _RoundedSide(stored, with_side, gram, is_moved)
 
 
 def fits_single(pair: LowRank) -> bool:
@@ -332,7 +437,8 @@ def open_layers(
     norms = LRUCache(limits.norm_entries, norm_entries)
 
     def open_layer(layer: LoraLayer) -> Layer:
-        read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
+        read = partial(layer_pair, checkpoint, layer, double=False)
+        read_pair = partial(pairs.get, layer.name, read)
         read_norms = None
         if statistics is not None:
             read_norms = partial(norms.get, layer.name, partial(statistics.__getitem__, layer.name))
@@ -353,17 +459,18 @@ def pair_entries(pair: LowRank) -> int:
     return pair.rank * sum(pair.shape)
 
 
-def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
+def layer_pair(checkpoint: Checkpoint, layer: Any, *, double: bool = True) -> LowRank:
     """Return ΔW of a layer with its scale folded into B, in double precision.
 
-    Raises `CheckpointError` if ‖ΔW‖ of a LoRA may exceed `MAX_NORM`.
+    Without ``double`` in single precision, if that holds the same numbers. Raises `CheckpointError`
+    if ‖ΔW‖ of a LoRA may exceed `MAX_NORM`.
     """
     if not isinstance(layer, LoraLayer):
         return LowRank(*layer_product(layer).to_lora())
-    left, right = layer.load(double=True)
+    left, right = layer.load(double=double)
     # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
-        size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
+        size = _norm_of(left) * _norm_of(right) * abs(layer.scale)
     if not size <= MAX_NORM:
         text = (
             f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {MAX_NORM:g}, "
@@ -371,8 +478,26 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
         )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
     if layer.scale != 1.0:
-        left *= layer.scale
+        left = _scaled(left, layer.scale)
     return LowRank(left, right)
+
+
+def _norm_of(side: np.ndarray) -> float:
+    """Return the Frobenius norm of one side, where squares may overflow in single precision."""
+    length = float(np.linalg.norm(side))
+    return length if math.isfinite(length) else float(np.linalg.norm(as_double(side)))
+
+
+def _scaled(side: np.ndarray, scale: float) -> np.ndarray:
+    """Return a side times a scale, in double precision unless that is a power of two."""
+    if side.dtype != np.float64 and math.frexp(scale)[0] == 0.5:
+        with np.errstate(over="ignore", under="ignore"):
+            scaled = side * np.float32(scale)
+            if np.array_equal(scaled / np.float32(scale), side):
+                return scaled
+    scaled = side.astype(np.float64)
+    scaled *= scale
+    return scaled
 
 
 def require_lora(checkpoint: Checkpoint, layer: Any) -> None:

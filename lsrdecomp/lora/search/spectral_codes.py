@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.arrays import to_numpy
 from lsrdecomp.formats.allocation import PartOptions
 from lsrdecomp.formats.number_formats import (
     Codes,
@@ -31,6 +32,7 @@ from lsrdecomp.formats.number_formats import (
 )
 from lsrdecomp.formats.quantized import COMPONENT_BYTES, WHOLE, SpectralCode
 from lsrdecomp.lora.search.layers import fits_single
+from lsrdecomp.targets.residual import thin_row_blocks
 
 if TYPE_CHECKING:
     from lsrdecomp.lora.search.layers import Layer
@@ -132,18 +134,7 @@ def water_fill(
     """
     energies = layer.sigma**2
     noise = component_noise(layer, svd)
-    costs = _level_bytes(layer.shape, max_bits)
-    levels = [LEFT_OUT, *costs]
-    sizes = np.array([0.0, *costs.values()])
-    errors = np.array([GAUSSIAN_ERROR[bits][GROUPS.index(group)] for bits, group in costs])
-    # Components of equal noise have one hull, up to their energy.
-    ladders: dict[float, tuple[list[Level], Doubles, Doubles]] = {}
-    for value in np.unique(noise).tolist():
-        options = PartOptions(sizes, np.minimum(1.0, np.concatenate([[1.0], value * errors])))
-        hull = options.hull()
-        corners = [levels[place] for place in hull]
-        ladders[value] = corners, np.diff(sizes[hull]), -np.diff(options.losses[hull])
-    of_components = [ladders[value] for value in noise.tolist()]
+    of_components = [_ladder(layer.shape, max_bits, value) for value in noise.tolist()]
     counts = [len(steps) for _, steps, _ in of_components]
     components = np.repeat(np.arange(len(energies)), counts)
     heights = np.concatenate([np.arange(1, count + 1) for count in (*counts, 0)])
@@ -160,6 +151,25 @@ def water_fill(
         np.cumsum(step_bytes[order]),
         np.maximum(losses, 0.0),
     )
+
+
+@lru_cache(maxsize=2**10)
+def _ladder(
+    shape: tuple[int, int], max_bits: int, noise: float
+) -> tuple[list[Level], Doubles, Doubles]:
+    """Return the levels of a component on their lower convex hull, from `LEFT_OUT` on.
+
+    With the bytes that each step adds, and the share of the energy that it saves: components of
+    equal noise have one hull, up to their energy.
+    """
+    costs = _level_bytes(shape, max_bits)
+    levels = [LEFT_OUT, *costs]
+    sizes = np.array([0.0, *costs.values()])
+    errors = np.array([GAUSSIAN_ERROR[bits][GROUPS.index(group)] for bits, group in costs])
+    options = PartOptions(sizes, np.minimum(1.0, np.concatenate([[1.0], noise * errors])))
+    hull = options.hull()
+    corners = [levels[place] for place in hull]
+    return corners, np.diff(sizes[hull]), -np.diff(options.losses[hull])
 
 
 def equal_width_levels(
@@ -247,8 +257,8 @@ def pair_code(layer: Layer) -> SpectralCode:
 
 def own_vectors(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
     """Return columns (m, k), sizes and rows (k, n) of the pair itself, those that are not zero."""
-    left = to_numpy(layer.pair.left).astype(np.float64)
-    right = to_numpy(layer.pair.right).astype(np.float64)
+    pair = layer.pair
+    left, right = to_numpy(pair.left), to_numpy(pair.right)
     column_norms = np.linalg.norm(left, axis=0)
     row_norms = np.linalg.norm(right, axis=1)
     sizes = column_norms * row_norms
@@ -299,12 +309,11 @@ def layer_svd(
     Columns of U lie together in memory. With ``single`` vectors are in single precision, if squares
     of the pair fit into it.
     """
-    pair = layer.pair
+    pair = layer.pair_as_read
     columns, sigma, rows = layer.gauge
-    factors = [columns[:, :rank].T, as_double(pair.left).T, rows[:rank, :], as_double(pair.right)]
-    factors = [to_numpy(factor) for factor in factors]
-    if single and fits_single(pair):
-        factors = [factor.astype(np.float32) for factor in factors]
+    dtype = np.float32 if single and fits_single(pair) else np.float64
+    factors = [columns[:, :rank].T, pair.left.T, rows[:rank, :], pair.right]
+    factors = [to_numpy(factor).astype(dtype, copy=False) for factor in factors]
     columns, left, rows, right = factors
     return (columns @ left).T, to_numpy(sigma[:rank]), rows @ right
 
@@ -356,7 +365,7 @@ def spectral_code(
         left = _nearest_vectors((inverse_gram @ (weighted_right.T @ a)) @ b.T, levels)
     assert right is not None
     # 3. Scales.
-    return _scaled(layer, (b, a), left, right, levels)[0]
+    return _scaled(layer, left, right, levels)[0]
 
 
 class ComponentCodes:
@@ -376,20 +385,19 @@ class ComponentCodes:
         self.layer = layer
         u, _, vh = svd  # whose sizes are in the scales
         self._sides = u.T, vh
-        self._pair = _pair(layer)
         self._coded: tuple[dict[tuple[int, Level], _CodedVectors], ...] = ({}, {})
 
     def priced(self, levels: Sequence[Level]) -> tuple[SpectralCode, float]:
         """Return the codes at the levels of all components, and their squared error."""
         kept = [(k, level) for k, level in enumerate(levels) if level != LEFT_OUT]
         left, right = (self._vectors(side, kept) for side in (0, 1))
-        return _scaled(self.layer, self._pair, left, right, [level for _, level in kept])
+        return _scaled(self.layer, left, right, [level for _, level in kept])
 
     def code(self, levels: Sequence[Level]) -> tuple[SpectralCode, float]:
         """Return the same for the leading components; nothing is kept for other levels."""
         count = len(levels)
         left, right = (_nearest_vectors(side[:count], levels) for side in self._sides)
-        return _scaled(self.layer, self._pair, left, right, levels)
+        return _scaled(self.layer, left, right, levels)
 
     def _vectors(self, side: int, kept: Sequence[tuple[int, Level]]) -> _CodedVectors:
         """Return the coded vectors of a side; those that are not coded yet are coded now."""
@@ -404,26 +412,46 @@ class ComponentCodes:
 
 def _pair(layer: Layer) -> tuple[Doubles, Doubles]:
     """Return b (m, r) and a (n, r) of ΔW = b aᵀ."""
-    left = to_numpy(layer.pair.left).astype(np.float64)
-    right = to_numpy(layer.pair.right).astype(np.float64)
-    return left, right.T
+    pair = layer.pair
+    return to_numpy(pair.left), to_numpy(pair.right).T
+
+
+def _products(layer: Layer, left: _CodedVectors, right: _CodedVectors) -> tuple[Doubles, Doubles]:
+    """Return the Gram matrix of rank-one codes, and their inner products with ΔW, in its norm."""
+    if layer.is_frobenius:
+        pair = layer.pair_as_read
+        left_products = _side_products(to_numpy(pair.left), left.relative)
+        right_products = _side_products(to_numpy(pair.right).T, right.relative)
+    else:
+        b, a = _pair(layer)
+        weighted_left = layer.norms.output.apply(left.relative.T)
+        weighted_right = layer.norms.input.apply(right.relative.T)
+        left_products = left.relative @ weighted_left, b.T @ weighted_left
+        right_products = right.relative @ weighted_right, a.T @ weighted_right
+    gram = left_products[0] * right_products[0]
+    return gram, np.sum(left_products[1] * right_products[1], axis=0)
+
+
+def _side_products(side: NDArray[np.floating], vectors: Doubles) -> tuple[Doubles, Doubles]:
+    """Return V Vᵀ and Bᵀ Vᵀ of vectors (k, m) and a side (m, r), block by block in a cache."""
+    gram = np.zeros((len(vectors), len(vectors)))
+    cross = np.zeros((side.shape[1], len(vectors)))
+    for part in thin_row_blocks(*side.shape):
+        block = vectors[:, part]
+        gram += block @ block.T
+        cross += side[part].T.astype(np.float64) @ block.T
+    return gram, cross
 
 
 def _scaled(
     layer: Layer,
-    pair: tuple[Doubles, Doubles],
     left: _CodedVectors,
     right: _CodedVectors,
     levels: Sequence[Level],
 ) -> tuple[SpectralCode, float]:
     """Return coded sides with the scales of least error, and their squared error."""
     # 1. Least squares: the Gram matrix of the rank-one codes, and their inner products with ΔW.
-    b, a = pair
-    norms = layer.norms
-    weighted_left = norms.output.apply(left.relative.T)
-    weighted_right = norms.input.apply(right.relative.T)
-    gram = (left.relative @ weighted_left) * (right.relative @ weighted_right)
-    cross = np.sum((b.T @ weighted_left) * (a.T @ weighted_right), axis=0)
+    gram, cross = _products(layer, left, right)
     scales, exponent = float16_scales(np.linalg.lstsq(gram, cross, rcond=None)[0])
     steps = [np.concatenate(steps) for steps in zip(left.steps, right.steps, strict=True)]
     code = SpectralCode(

@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import tail_norms
-from lsrdecomp.errors import BudgetError, PrecisionError
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import PartOptions, within_cost
 from lsrdecomp.formats.number_formats import step_count
 from lsrdecomp.formats.quantized import COMPONENT_BYTES
+from lsrdecomp.formats.stored import FloatProduct
 from lsrdecomp.lora.files.progress import Counter
 from lsrdecomp.lora.search.candidates import (
     MAX_CODE_SIZES,
@@ -59,9 +60,7 @@ from lsrdecomp.precision import numpy_dtype, precision
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lsrdecomp.arrays import Array
     from lsrdecomp.formats.quantized import SpectralCode
-    from lsrdecomp.formats.stored import FloatProduct
     from lsrdecomp.lora.files.progress import OnStep
     from lsrdecomp.lora.search.caches import SpillCache
     from lsrdecomp.lora.search.layers import Layer
@@ -341,20 +340,15 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
         levels = list(zip(candidate.bits, candidate.groups, strict=True))
         stored, loss = ComponentCodes(layer, vectors).code(levels)
     elif isinstance(candidate, KeepCandidate):
-        pair = layer.pair
-        try:
-            sides = pair.left, pair.right
-            stored, loss = _rounded(layer, sides, candidate.storage, layer.rank)
-        except PrecisionError:  # one side overflows the type, where both may fit if they are even
-            loss = math.inf
-        if loss > 0.0:  # singular vectors may lose less by rounding
-            sides = layer.truncated(layer.rank)
-            other, other_loss = _rounded(layer, sides, candidate.storage, layer.rank)
+        stored, loss = _rounded(layer, candidate.storage, None)
+        if loss > 0.0:  # singular vectors may lose less by rounding, or fit the type if it did not
+            other, other_loss = _rounded(layer, candidate.storage, layer.rank)
             if other_loss < loss:
                 stored, loss = other, other_loss
     else:
-        sides = layer.truncated(candidate.rank)
-        stored, loss = _rounded(layer, sides, candidate.storage, candidate.rank)
+        stored, loss = _rounded(layer, candidate.storage, candidate.rank)
+    if loss == math.inf:
+        stored_pair(*layer.truncated(candidate.rank), candidate.storage)  # says what does not fit
     summary = StoredSummary(
         str(stored.shape),
         (1, 1),
@@ -367,14 +361,13 @@ def _made(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized
     return Materialized(made, cache.put(stored), summary)
 
 
-def _rounded(
-    layer: Layer, sides: tuple[Array, Array], storage: str, rank: int
-) -> tuple[FloatProduct, float]:
-    """Return both sides in a floating type, and their squared error."""
-    stored = stored_pair(*sides, storage)
-    factors = stored.left[0], stored.right[0]
-    left, right = (factor[0].astype(np.float64) for factor in factors)
-    return stored, layer.rounded_error(rank, sides, (left, right)) ** 2
+def _rounded(layer: Layer, storage: str, rank: int | None) -> tuple[FloatProduct, float]:
+    """Return a truncation, or the pair, in a floating type, and its squared error.
+
+    That is infinite if the type does not hold it.
+    """
+    (left, right), error = layer.rounded(rank, numpy_dtype(storage))
+    return FloatProduct((left[None],), (right[None],), storage), error**2
 
 
 def _condition(sigma: Doubles) -> float:

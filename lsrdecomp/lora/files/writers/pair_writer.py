@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lsrdecomp.arrays import norm
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.lora.files.provenance import header_metadata
 from lsrdecomp.lora.files.stacked_experts import stack_experts
 from lsrdecomp.lora.files.tensors import Array, TensorWriter, cast
-from lsrdecomp.targets.residual import pair_distance
+from lsrdecomp.targets.residual import gram_of, has_twelve_digits, pair_core, pair_distance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,10 +160,11 @@ class PairWriter(TensorWriter):
         self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float
     ) -> None:
         """Add ‖ΔW‖_F of a layer, and by how much storing it moves ΔW, to those of all."""
+        self._norm = math.hypot(self._norm, _norm_of_pair(up, down))
+        if scale == 1.0 and stored_up is up and stored_down is down:
+            return
         up = np.asarray(up, np.float64)
         down = np.asarray(down, np.float64)
-        empty = up[:, :0], down.T[:, :0]
-        self._norm = math.hypot(self._norm, pair_distance(up, down.T, *empty))
         read_up = np.asarray(stored_up, np.float64) * scale
         read_down = np.asarray(stored_down, np.float64)
         if not (np.array_equal(read_up, up) and np.array_equal(read_down, down)):
@@ -187,6 +189,16 @@ class PairWriter(TensorWriter):
             norm=self._norm,
             rounding=self._rounding,
         )
+
+
+def _norm_of_pair(up: Array, down: Array) -> float:
+    """Return ‖B A‖_F in double precision, from Gram matrices where these give twelve digits."""
+    left_gram, right_gram = gram_of(up), gram_of(down.T)
+    squared = float(np.sum(left_gram * right_gram))
+    size = math.sqrt(float(np.trace(left_gram)) * float(np.trace(right_gram)))
+    if has_twelve_digits(squared, size):
+        return math.sqrt(squared)
+    return norm(pair_core([up.astype(np.float64)], [down.T.astype(np.float64)]))
 
 
 def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:

@@ -7,16 +7,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lsrdecomp.errors import StorageRangeError, UnsupportedError
+from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.gateway import read_json_text
 from lsrdecomp.lora.files.adapter_config import most_common, patterns
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.format import CONFIG, MLX_WEIGHTS, PREFIX, alpha_scale
 from lsrdecomp.lora.files.readers.layouts import METADATA
 from lsrdecomp.lora.files.records import LOKR_STAYS, Checkpoint, LoraLayer
-from lsrdecomp.lora.files.tensors import cast
 from lsrdecomp.lora.files.writers.gguf import read_base, write_gguf
 from lsrdecomp.lora.files.writers.pair_writer import PairWriter, check_file_name
 from lsrdecomp.lora.files.writers.peft import write_lora
@@ -261,50 +258,32 @@ def _stored_scale(like: Checkpoint, layer: LoraLayer, rank: int) -> float:
     return 1.0
 
 
-def pair_as_read(
-    like: Checkpoint,
-    name: str,
-    up: Array,
-    down: Array,
-    *,
-    storage: str | None,
-    rank: int,
-    to: str = "same",
-) -> tuple[Array, Array]:
-    """Round a pair as `write_pairs` does; return what a reader of the file will get.
+def stored_type(
+    like: Checkpoint, name: str, *, storage: str | None, rank: int, to: str = "same"
+) -> tuple[str, float]:
+    """Return the type in which `write_pairs` stores a layer, and the scale beside it.
+
+    Readers multiply B by the scale.
 
     Parameters
     ----------
     like : Checkpoint
     name : str
-    up, down : Array
-        B (m, r) and A (r, n) with ``ΔW = B @ A``.
     storage : str, optional
-        Type of both; absent, that of the layer in ``like``.
+        Type of the pairs; absent, that of the layer in ``like``.
     rank : int
         The rank that the file gives the layer, zeros included.
     to : str
         The format that is written; of others than "same" no scale stands beside the pairs.
-
-    Raises
-    ------
-    StorageRangeError
-        If a number overflows, with the layer and a storage that holds it.
     """
     layer = like.layer(name)
-    scale = 1.0
-    if to == "same":
-        if like.format == "gguf":
-            return up, down  # in blocks: measured when it is written
-        if like.format.startswith(PEFT):
-            storage = storage or like.storage
-        scale = _stored_scale(like, layer, rank)
-    halves = (up if scale == 1.0 else up / scale, down)
-    try:
-        stored_up, stored_down = (cast(half, storage or layer.dtype, name) for half in halves)
-    except StorageRangeError as error:
-        raise error.in_file(like.path) from None
-    return np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
+    if to != "same":
+        return storage or layer.dtype, 1.0
+    if like.format == "gguf":
+        return "float64", 1.0  # in blocks: measured when it is written
+    if like.format.startswith(PEFT):
+        storage = storage or like.storage
+    return storage or layer.dtype, _stored_scale(like, layer, rank)
 
 
 def _same_metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
