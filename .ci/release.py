@@ -278,6 +278,10 @@ def faults(folder: Path | None) -> Iterator[str]:
     if folder is None:
         yield f"{NOT_CHECKED}the wheel and what it brings: name the directory it was built in"
         return
+    found = [wheel.name for wheel in folder.glob("*.whl")]
+    name = f"lsrdecomp-{project['version']}-py3-none-any.whl"
+    if found != [name]:
+        yield f"{folder} holds {', '.join(found) or 'no wheel'}, and should hold {name} alone"
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             names = {entry.filename: entry.file_size for entry in archive.infolist()}

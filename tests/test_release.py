@@ -113,6 +113,16 @@ def test_a_tool_that_fails_is_told(tmp_path, monkeypatch):
     assert all(fault.startswith("not checked") and "no such index" in fault for fault in found)
 
 
+@pytest.mark.parametrize("wheels", [[], ["lsrdecomp-0.0.1-py3-none-any.whl"]])
+def test_a_directory_without_the_wheel_of_this_version_is_no_pass(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "find_spec", lambda name: None)
+    for name in wheels:
+        with release.zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("lsrdecomp/py.typed", "")
+    assert any("should hold lsrdecomp-" in fault for fault in release.faults(tmp_path))
+    assert any("name the directory" in fault for fault in release.faults(None))
+
+
 def test_links_are_asked_for():
     assert len(list(release.link_faults({}))) == 4
     urls = dict.fromkeys(("Source", "Documentation", "Changelog", "Issues"), "https://example.org")
