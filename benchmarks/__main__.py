@@ -107,6 +107,7 @@ JOBS = (
     Job("best peer", ("best_peer",), "benchmarks.solvers.best_peer", 12, ("sklearn", "torch")),
     Job("crossings", ("crossings",), "benchmarks.solvers.crossings", 3),
     Job("error curve", ("error_curve",), "benchmarks.solvers.error_curve", 1),
+    Job("known answers", ("known_answers",), "benchmarks.solvers.known_answers", 2),
     Job("stated gap", ("stated_gap",), "benchmarks.solvers.stated_gap", 2),
     Job(
         "found",
@@ -119,7 +120,7 @@ JOBS = (
         ),
     ),
     Job("resize", ("resize",), "benchmarks.cost.resize", 2),
-    Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin", 1),
+    Job("operators", ("operators-galerkin",), "benchmarks.operators.solve galerkin --again", 1),
     Job("peers", ("operators-peers",), "benchmarks.operators.peers", 4, ("pyamg",)),
     Job(
         "three factors",
@@ -151,7 +152,7 @@ JOBS = (
     two_factors(1024, 1, part="dense"),
     two_factors(2048, 1, part="dense"),
     two_factors(4096, 9),
-    Job("million", ("operators-million",), "benchmarks.operators.solve million", 1),
+    Job("million", ("operators-million",), "benchmarks.operators.solve million --again", 1),
     Job(
         "default rates",
         ("default_rates",),

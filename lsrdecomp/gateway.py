@@ -197,8 +197,7 @@ TRUST = "trust_remote_code"
 """The setting that lets program code of a base run: it is typed, and read from no file."""
 REMOTE_CODE = (
     "it brings program code of its own (remote code), which is not run; read that code, and if you "
-    "trust its author, give --trust-remote-code, which calibrate, compress, distill, finetune and "
-    "measure take (in Python trust_remote_code=True)"
+    "trust its author, give --trust-remote-code (in Python trust_remote_code=True)"
 )
 
 

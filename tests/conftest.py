@@ -25,6 +25,14 @@ os.environ.setdefault(
 )
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
+# What `make test-random` draws anew each day; a failure prints how to draw its case again.
+settings.register_profile(
+    "random",
+    deadline=None,
+    derandomize=False,
+    max_examples=int(os.environ.get("EXAMPLES", "1000")),
+    print_blob=True,
+)
 settings.load_profile("default")
 
 # Typer makes all verbs and their options at each call, 70 ms of which a command line in its own

@@ -17,9 +17,11 @@ from console import run_command
 from damage import READERS
 from damage.gateway_kinds import ESCAPES, SLOWEST, cost, hostile
 from safetensors.numpy import save
+from typer.main import get_command
 
 import lsrdecomp
 from lsrdecomp import gateway
+from lsrdecomp.cli.app import app
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.lora.files.adapter_config import check_module_patterns
 from lsrdecomp.lora.measure.server_client import connect
@@ -74,6 +76,42 @@ def test_every_model_of_a_config_is_built_without_remote_code():
             if node.func.attr == "from_config" and "trust_remote_code" not in words:
                 unsaid.append((path.name, ast.unparse(node.func.value)))
     assert unsaid == [("base_modules.py", "model_class")]
+
+
+OPENERS = {"load_base", "open_adapter", "open_base", "open_bases", "open_tokenizer"}
+
+
+def test_whoever_opens_a_base_passes_on_whether_its_code_is_trusted():
+    unsaid = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).rpartition(".")[2]
+            words = {keyword.arg for keyword in node.keywords}
+            if name in OPENERS and words.isdisjoint({"trust_remote_code", None}):
+                unsaid.append((path.name, name))
+    # Tokenizers of models that are measured: those are strangers beside the base that is trusted.
+    assert sorted(unsaid) == [
+        ("merged_models.py", "open_tokenizer"),
+        ("output_meter.py", "open_tokenizer"),
+    ]
+
+
+def test_every_verb_that_opens_a_base_has_the_door():
+    for verb, command in get_command(app).commands.items():
+        options = {option for each in command.params for option in each.opts}
+        if "--base" in options or verb == "calibrate":
+            assert "--trust-remote-code" in options, verb
+
+
+@pytest.mark.parametrize("verb", ["inspect", "export"])
+def test_trust_without_a_base_is_refused(verb, tmp_path):
+    out = [] if verb == "inspect" else ["--out", str(tmp_path / "out")]
+    done = run_command(verb, str(DEMO), "--trust-remote-code", *out)
+    assert done.returncode == 2
+    assert "give --base BASE" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def make_evil(folder, *, model=True, tokenizer=True):

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -258,10 +259,16 @@ def main() -> None:
     parser.add_argument(
         "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
     )
-    for part in parser.parse_args().parts or PARTS:
+    parser.add_argument("--again", action="store_true", help="replace a record that is there")
+    options = parser.parse_args()
+    for part in options.parts or PARTS:
         result = PARTS[part]() | {"clock": "CPU seconds, one thread"}
-        records.save(RESULTS / f"operators-{part}.json", result, seed=SEED)
         print(part, json.dumps(result, indent=1, ensure_ascii=False))
+        path = RESULTS / f"operators-{part}.json"
+        if path.exists() and not options.again:
+            print(f"{path} stays as it was; --again replaces it", file=sys.stderr)
+        else:
+            records.save(path, result, seed=SEED)
 
 
 if __name__ == "__main__":

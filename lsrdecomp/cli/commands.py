@@ -30,6 +30,7 @@ from lsrdecomp.cli.options import (
     MaxMemory,
     Name,
     Quiet,
+    TrustRemoteCode,
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.program import program
@@ -64,6 +65,7 @@ def inspect(
         Input,
         typer.Option(help="Base model, for a method of PEFT whose ΔW is not in its file."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     opening: Opening,
     display: Display,
     json: JsonFile = None,
@@ -74,7 +76,7 @@ def inspect(
     The last column is the rank that a truncated SVD needs for a relative error of 1 %.
     """
     del force  # `outputs.checked` reads it
-    checkpoint = opening.open(adapter, carry=True, base=base)
+    checkpoint = opening.open(adapter, carry=True, base=base, trust_remote_code=trust_remote_code)
     with follow(quiet=display.quiet) as step, one_blas_thread:
         ranks = []
         read = Counter(step, "reading", len(checkpoint.layers), "layers")
@@ -194,6 +196,7 @@ def export(
             "lora it adds missing layers as zeros."
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -222,7 +225,12 @@ def export(
         model = lora.files.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
         alpha = None
     opening = Opening(alpha=alpha, max_memory=max_memory)
-    checkpoint = opening.open(adapter, carry=to == "same" and model is None, base=base)
+    checkpoint = opening.open(
+        adapter,
+        carry=to == "same" and model is None,
+        base=base,
+        trust_remote_code=trust_remote_code,
+    )
     base_path = None
     if base is not None and (to == "gguf" or not lora.base.takes_base(adapter)):
         base_path = _base_path(base)

@@ -99,6 +99,13 @@ SolveDevice = Annotated[
         "--device", help="Solve with torch on cuda, cuda:1, cpu, … [default: with NumPy]."
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run program code that --base brings (remote code); without, it is refused.",
+    ),
+]
 MaxMemory = Annotated[
     int | None,
     typer.Option(

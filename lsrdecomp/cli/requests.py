@@ -15,6 +15,7 @@ from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Alpha, Each, Force, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
+from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.files.writers.table import CUT_FORMATS
 from lsrdecomp.lora.search.plan import ALL_ROUTES, STORAGES, TO_DIRECTORY, ReadOn, Route
 from lsrdecomp.lora.search.request import READ_ON, Interface, Request, routes_of
@@ -55,6 +56,8 @@ class Opening:
 
         ``base`` is for a method of PEFT whose ΔW is known only beside it.
         """
+        if trust_remote_code and base is None:
+            raise LsrError("--trust-remote-code is about a base: give --base BASE, or leave it out")
         runs_peft = base is not None and lora.base.takes_base(adapter, name=self.name)
         with tables.quiet() if runs_peft else nullcontext():  # which takes seconds to load
             return lora.base.open_adapter(

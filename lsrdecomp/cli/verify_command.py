@@ -12,7 +12,7 @@ import typer
 from lsrdecomp import lora
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.layer_tables import verification_table
-from lsrdecomp.cli.options import ForceFile, JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile, TrustRemoteCode
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress_bars import follow
 from lsrdecomp.cli.recommendations import quoted
@@ -36,6 +36,7 @@ def verify(
         Input,
         typer.Option(help="Base model, for a method of PEFT whose ΔW is not in its file."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     accept: Annotated[
         bool,
         typer.Option(
@@ -61,7 +62,7 @@ def verify(
             f"{source} holds its own ΔW, and verify runs no base: outputs are compared by "
             f"lsrdecomp measure {quoted(source)} {quoted(written)} --base {quoted(base)}"
         )
-    original = opening.open(source, carry=True, base=base)
+    original = opening.open(source, carry=True, base=base, trust_remote_code=trust_remote_code)
     compressed = _opened(written, opening)
     with follow(quiet=display.quiet) as step:
         result = lora.measure.verify(original, compressed, on_step=step)

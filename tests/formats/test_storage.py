@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact_error
 
@@ -98,14 +99,14 @@ CASES = given(
 )
 
 
-@settings(max_examples=60)
+@drawing(3)
 @CASES
 def test_no_stored_matrix_exceeds_the_error_it_claims(seed, scale, rtol, formats, kind, pairs):
     check_claim(seed, scale, rtol, formats, kind, pairs)
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@drawing(25)
 @CASES
 def test_no_stored_matrix_of_thousands_exceeds_the_error_it_claims(
     seed, scale, rtol, formats, kind, pairs

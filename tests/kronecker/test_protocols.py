@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import scipy.sparse.linalg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -20,7 +20,6 @@ from lsrdecomp.kronecker.files import read_provenance, write_terms
 from lsrdecomp.testing import kronecker_shapes
 
 KINDS = ("float64", "complex128", "float32")
-CASES = settings(max_examples=20)
 
 
 @st.composite
@@ -62,7 +61,6 @@ def near(actual, expected, matrix, tolerance, factor=1.0):
     assert np.linalg.norm(np.atleast_1d(actual - expected)) <= allowed
 
 
-@CASES
 @given(cases())
 def test_products_with_arrays_and_their_adjoints(case):
     a, dense, tolerance, rng = case
@@ -86,7 +84,6 @@ def test_products_with_arrays_and_their_adjoints(case):
     assert abs(forth - back) <= tolerance * np.sum(a.weights) * size * np.linalg.norm(y)
 
 
-@CASES
 @given(cases())
 def test_forms_and_transposes(case):
     a, dense, tolerance, _ = case
@@ -106,7 +103,6 @@ def test_forms_and_transposes(case):
     assert (a.ndim, a.size, len(a), a.shape) == (2, dense.size, *dense.shape[:1], dense.shape)
 
 
-@CASES
 @given(cases(), st.data())
 def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
     a, dense, tolerance, rng = case
@@ -153,7 +149,6 @@ def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
         )
 
 
-@CASES
 @given(cases(), st.data())
 def test_matrix_products_and_kronecker_products(case, data):
     a, dense, tolerance, _ = case
@@ -173,7 +168,6 @@ def test_matrix_products_and_kronecker_products(case, data):
         assert a.kron(b).order == a.order + b.order
 
 
-@CASES
 @given(cases(), st.data())
 def test_inner_products_and_norms(case, data):
     a, dense, tolerance, _ = case
@@ -182,21 +176,18 @@ def test_inner_products_and_norms(case, data):
     near(a.norm, np.linalg.norm(dense), a, tolerance)
 
 
-@CASES
 @given(cases())
 def test_diagonals(case):
     a, dense, tolerance, _ = case
     near(a.diagonal(), np.diagonal(dense), a, tolerance)
 
 
-@CASES
 @given(cases(square=True))
 def test_traces(case):
     a, dense, tolerance, _ = case
     near(a.trace(), np.trace(dense), a, tolerance, a.shape[0])
 
 
-@CASES
 @given(cases(), st.data())
 def test_entries_rows_and_columns(case, data):
     a, dense, tolerance, rng = case

@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from mutation import child  # noqa: E402
 from mutation.faults import PACKAGE, Fault, draw, package_faults  # noqa: E402
 from mutation.reach import Reach, copy_project, digest, files_of_tests  # noqa: E402
-from mutation.table import table  # noqa: E402
+from mutation.table import Row, equivalent, fault_line, rows_by_room, table  # noqa: E402
 from mutation.trial import Effort, Outcome, Trial  # noqa: E402
 
 
@@ -41,10 +41,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(tried)} of {len(drawn)} faults were tried in {options.max_hours:g} hours\n")
     if not tried:
         return 2
-    print(table(tried, results.outcomes))
+    unseen = equivalent(tried, ROOT)
+    print(table(tried, results.outcomes, unseen))
     print(f"\nSeed {options.seed}; each outcome is a line of {results.path}")
-    n_noticed = sum(results.outcomes[fault.name].status == "killed" for fault in tried)
-    return 0 if 100 * n_noticed >= options.at_least * len(tried) else 1
+    *rooms, total = rows_by_room(tried, results.outcomes, unseen)
+    if options.record is not None:
+        lines = [fault_line(f, results.outcomes) for f in tried if _is_left(f, results, unseen)]
+        _write_record(options, [*rooms, total], lines)
+    poor = [row.room for row in rooms if row.percent < options.room_at_least]
+    if poor:
+        print(f"below {options.room_at_least:g} %: {', '.join(poor)}")
+    return 1 if poor or total.percent < options.at_least else 0
+
+
+def _is_left(fault: Fault, results: _Results, unseen: Collection[str]) -> bool:
+    return results.outcomes[fault.name].status != "killed" and fault.name not in unseen
+
+
+def _write_record(options: argparse.Namespace, rows: Sequence[Row], left: Sequence[str]) -> None:
+    """Write the table as a record of benchmarks."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import record
+
+    table_rows = [asdict(row) | {"percent": round(row.percent, 1)} for row in rows]
+    result = {"count": options.count, "rows": table_rows, "not noticed": list(left)}
+    record.save(options.record, result, "pytest", "hypothesis", seed=options.seed)
 
 
 def _try(drawn: list[Fault], copy: Path, results: _Results, options: argparse.Namespace) -> None:
@@ -97,6 +118,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--at-least", type=float, default=0.0, help="exit with 1 below this percentage (0)"
     )
+    parser.add_argument(
+        "--room-at-least", type=float, default=0.0, help="or below this percentage of a room (0)"
+    )
+    parser.add_argument("--record", type=Path, help="write the table there too, as JSON")
     parser.add_argument(
         "--out",
         type=Path,

@@ -38,9 +38,14 @@ class Fault:
         depth = 2 if folders[:1] == ["lora"] else 1
         return "/".join(folders[:depth]) or TOP
 
-    def __str__(self) -> str:
+    @property
+    def change(self) -> str:
+        """What stands there, and what is put in its place."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.path}:{self.line} {self.kind}: {before[:70]} → {after[:70]}"
+        return f"{self.kind}: {before[:70]} → {after[:70]}"
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.change}"
 
     def planted(self, source: bytes) -> bytes:
         """Return the source with the fault; what stood there must be what was found there."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.sparse
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -16,7 +17,6 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import ConvergenceError, MatrixError, PrecisionError, ShapeError
 from lsrdecomp.testing import invertible_matrices, kronecker_shapes
 
-CASES = settings(max_examples=20)
 KINDS = ("float64", "complex128", "float32")
 ROUNDING = {"float64": 1e-12, "complex128": 1e-12, "float32": 1e-5}
 
@@ -66,14 +66,12 @@ def near(actual, expected, kind, factor=1.0):
 # ------------------------------------------------------------------------------------------------
 
 
-@CASES
 @given(terms())
 def test_inverses(case):
     a, dense, kind = case
     near(ops.inv(a).to_matrix(), np.linalg.inv(dense), kind, 10)
 
 
-@CASES
 @given(kronecker_shapes(max_entries=1024), st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
 def test_pseudo_inverses_and_singular_values(shape, kind, seed):
     rng = np.random.default_rng(seed)
@@ -94,7 +92,6 @@ def test_pseudo_inverses_and_singular_values(shape, kind, seed):
     near((u.to_matrix() * sigma) @ vh.to_matrix(), dense, kind, 2)
 
 
-@CASES
 @given(terms())
 def test_determinants(case):
     a, dense, kind = case
@@ -106,7 +103,6 @@ def test_determinants(case):
     assert abs(ops.det(a) - np.linalg.det(dense)) <= 10 * allowed * abs(np.linalg.det(dense))
 
 
-@CASES
 @given(terms(hermitian=True))
 def test_hermitian_eigenvalues(case):
     a, dense, kind = case
@@ -115,7 +111,6 @@ def test_hermitian_eigenvalues(case):
     near((vectors.to_matrix() * values) @ vectors.mH.to_matrix(), dense, kind, 2)
 
 
-@CASES
 @given(terms(definite=True))
 def test_cholesky_and_square_roots(case):
     a, dense, kind = case
@@ -128,7 +123,6 @@ def test_cholesky_and_square_roots(case):
     near(ops.cholesky(flipped).to_matrix(), lower, kind)
 
 
-@CASES
 @given(terms(), st.integers(0, 3))
 def test_solutions_of_one_term(case, columns):
     a, dense, kind = case
@@ -200,7 +194,6 @@ def kronecker_sums(draw, hermitian):
     return ops.kronecker_sum(*parts), dense, parts
 
 
-@CASES
 @given(kronecker_sums(hermitian=True), st.data())
 def test_hermitian_kronecker_sums(case, data):
     a, dense, _ = case
@@ -214,7 +207,6 @@ def test_hermitian_kronecker_sums(case, data):
     near(ops.expm_multiply(a, b, -0.5), scipy.linalg.expm(-0.5 * dense) @ b, "float64", 10)
 
 
-@CASES
 @given(kronecker_sums(hermitian=False))
 def test_kronecker_sums_that_are_not_hermitian(case):
     a, dense, _ = case
@@ -235,7 +227,6 @@ def test_eigenvalues_of_a_sum_that_is_not_normal(rng):
     assert_allclose(found, expected, atol=1e-10)
 
 
-@CASES
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
 def test_two_general_terms(m, p, complex_values, seed):
     rng = np.random.default_rng(seed)
@@ -261,7 +252,6 @@ def test_two_general_terms(m, p, complex_values, seed):
     assert abs(sign - wanted_sign) <= 1e-13 * condition * len(dense) + 1e-12
 
 
-@CASES
 @given(terms(kind="float64", definite=True), st.integers(0, 2**32 - 1))
 def test_finite_elements_with_their_mass(case, seed):
     """K ⊗ M ⊗ … + M ⊗ K ⊗ … by the generalised eigenproblem of each direction."""
@@ -291,7 +281,6 @@ def test_finite_elements_with_their_mass(case, seed):
     assert abs(ops.logdet(a) - np.linalg.slogdet(dense)[1]) <= 1e-12 * len(dense)
 
 
-@CASES
 @given(terms(kind="float64", definite=True), st.floats(1e-2, 10.0))
 def test_a_covariance_plus_noise(case, noise):
     k, dense, _ = case
@@ -322,7 +311,7 @@ def random_sum(rng, rows, s, kind):
     return lsr.SeparatedMatrix.from_factors(stacks)
 
 
-@settings(max_examples=30)
+@drawing(1.5)
 @given(
     st.sampled_from(("positive", "symmetric", "general")),
     st.integers(0, 2**32 - 1),
@@ -492,7 +481,6 @@ def test_what_cannot_be_solved_is_one_clear_error(rng):
         ops.kronecker_sum(good, np.ones((2, 3)))
 
 
-@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_exponentials_of_any_sum(seed):
     rng = np.random.default_rng(seed)

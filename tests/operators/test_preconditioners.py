@@ -7,7 +7,8 @@ import pytest
 import scipy.ndimage
 import scipy.sparse
 import scipy.sparse.linalg
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -18,15 +19,12 @@ from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, Precisi
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.testing import kronecker_shapes
 
-CASES = settings(max_examples=20)
-
 
 def positive(rng, size, rank=None):
     half = rng.standard_normal((size, size if rank is None else rank))
     return half @ half.T
 
 
-@CASES
 @given(kronecker_shapes(order=2, max_entries=1024), st.booleans(), st.integers(0, 2**32 - 1))
 def test_no_product_is_nearer(shape, complex_values, seed):
     rng = np.random.default_rng(seed)
@@ -43,7 +41,6 @@ def test_no_product_is_nearer(shape, complex_values, seed):
     )
 
 
-@CASES
 @given(
     st.sampled_from((1, 2)).flatmap(lambda d: kronecker_shapes(d, max_entries=1024, square=True)),
     st.integers(1, 4),
@@ -124,7 +121,6 @@ def test_no_gradient_of_a_sum_of_many_factors_is_lost():
         ops.nearest_kronecker(a, a.kronecker_shape)
 
 
-@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_many_factors_of_a_separated_matrix(seed):
     """Positive, and each of them the nearest beside the others."""
@@ -163,7 +159,6 @@ def formed_samples(a, g, w):
     )
 
 
-@CASES
 @given(
     st.integers(1, 5),
     st.integers(1, 5),
@@ -224,7 +219,6 @@ def sum_near_a_product(rng, rows, s, rest=0.3):
     return lsr.SeparatedMatrix.from_factors(stacks)
 
 
-@CASES
 @given(
     st.sampled_from(((3, 4), (2, 3, 2), (5,), (2, 2, 2, 2))),
     st.integers(1, 3),
@@ -324,7 +318,6 @@ def test_a_sparse_sum_on_a_tensor_grid_is_found_again():
     assert_allclose(solution.x, expected, rtol=1e-7, atol=1e-9)
 
 
-@CASES
 @given(
     st.sampled_from(("zero", "periodic", "reflective")),
     st.integers(0, 2**32 - 1),
@@ -389,7 +382,7 @@ def squared_exponential(points, length):
     return k, k * gap**2 / length**3
 
 
-@settings(max_examples=30)
+@drawing(1.5)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.floats(0.05, 2.0),

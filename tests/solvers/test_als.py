@@ -6,7 +6,8 @@ from functools import cache, reduce
 import numpy as np
 import problems
 import pytest
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp.arrays import to_numpy
@@ -274,7 +275,7 @@ def test_zero_and_one_entry_matrices():
     st.integers(1, 4),
     st.integers(0, 99),
 )
-@settings(max_examples=15)
+@drawing(0.75)
 def test_any_shape_is_fitted_without_surprise(pairs, rank, seed):
     """1×n factors, one factor, rank-deficient targets: never worse than the zero matrix."""
     shape = KroneckerShape(tuple(pairs))

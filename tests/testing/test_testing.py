@@ -494,6 +494,11 @@ def test_a_condition_that_is_asked_for_is_met(condition, complex_values, data):
     assert_allclose(case.condition, condition, rtol=1e-15 * condition + 1e-12)
 
 
+@given(separated_matrices(shape=KroneckerShape(((1, 1), (2, 1))), condition=10.0))
+def test_two_entries_are_enough_for_terms_that_cancel(case):
+    assert_allclose(case.condition, 10.0, rtol=1e-12)
+
+
 @pytest.mark.parametrize(("condition", "shape"), [(0.5, ((2, 2),)), (10.0, ((1, 1), (1, 1)))])
 def test_a_condition_that_cannot_be_is_refused(condition, shape):
     @given(separated_matrices(shape=KroneckerShape(shape), condition=condition))

@@ -114,6 +114,7 @@ def ask_server(
     base: str | Path | None = None,
     prompts: Sequence[str] = PROMPTS,
     dtype: str = "float32",
+    trust_remote_code: bool = False,
 ) -> ServerMeasurement:
     """Ask a running server for log-probabilities with and without an adapter.
 
@@ -133,6 +134,8 @@ def ask_server(
         One token is asked for after each.
     dtype : str
         Of the base.
+    trust_remote_code : bool
+        Whether program code that the base brings is run.
 
     Returns
     -------
@@ -160,7 +163,7 @@ def ask_server(
                 "name the one it was made from",
                 path=path,
             )
-        model = ScaledModel(base, path, prompts, dtype)
+        model = ScaledModel(base, path, prompts, dtype, trust_remote_code=trust_remote_code)
         inputs = list(model.tokens)
     # 2. Each prompt twice without the adapter, which gives the noise, and once with it.
     plain = [client.ask(prompt, adapted=False) for prompt in inputs]
@@ -188,10 +191,18 @@ def ask_server(
 class ScaledModel:
     """PEFT with the adapter at any scale, asked for next tokens after prompts; needs torch."""
 
-    def __init__(self, base: str | Path, adapter: Path, prompts: Sequence[str], dtype: str) -> None:
+    def __init__(
+        self,
+        base: str | Path,
+        adapter: Path,
+        prompts: Sequence[str],
+        dtype: str,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         with needs("fitting the scale", "peft"):
             from lsrdecomp.lora.base.open_bases import load_base
-        loaded = load_base(base, adapter, dtype=dtype)
+        loaded = load_base(base, adapter, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model: Any = loaded.model
         self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]
         self._scaled: list[Any] = [

@@ -112,8 +112,11 @@ class MergedModel:
         size = float(np.linalg.norm(self.weights[key]().astype(np.float64)))
         return ROUNDING_MARGIN * unit_roundoff(self.storage) * size
 
-    def faults_beside(self, source: Checkpoint) -> list[Reason]:
-        """Return what else of the model is not the base's: other weights, the tokenizer."""
+    def faults_beside(self, source: Checkpoint, *, trust_remote_code: bool = False) -> list[Reason]:
+        """Return what else of the model is not the base's: other weights, the tokenizer.
+
+        Only a tokenizer of the base may run program code, and only if that is trusted.
+        """
         reasons = []
         adapted = {f"{layer.name}.weight" for layer in source.layers}
         saved = [key.removeprefix("base_model.model.") for key in source.extras]
@@ -134,7 +137,7 @@ class MergedModel:
                     tuple(key.removesuffix(".weight") for key in changed),
                 )
             )
-        words = list(_tokenizer_differences(self.path, self.base))
+        words = _tokenizer_differences(self.path, self.base, trust=trust_remote_code)
         if words:
             reasons.append(Reason("tokenizer", f"its tokenizer differs: {'; '.join(words)}"))
         return reasons
@@ -228,13 +231,13 @@ def _has_steps_of_eight_bits(weight: Array) -> bool:
     return False
 
 
-def _tokenizer_differences(path: str | Path, base: str | Path) -> list[str]:
+def _tokenizer_differences(path: str | Path, base: str | Path, *, trust: bool) -> list[str]:
     """Return in what two tokenizers differ; nothing where the model brings none."""
     try:
         other = open_tokenizer(path)
     except CheckpointError:
         return []
-    own = open_tokenizer(base)
+    own = open_tokenizer(base, trust_remote_code=trust)
     words = []
     for name in ("bos_token", "eos_token"):
         first, second = getattr(own, name), getattr(other, name)

@@ -292,11 +292,16 @@ class _Work:
         """The base by name or path; None where it is open already, or there is none."""
         return self.base if isinstance(self.base, str | Path) else None
 
+    def _adapter(self, path: Path, *, carry: bool = False) -> Checkpoint:
+        """Open an adapter, beside the base where its method needs one."""
+        trust = self.settings.trust_remote_code
+        return open_adapter(path, self.base_path, trust_remote_code=trust, carry=carry)
+
     def of_adapter(self, path: Path) -> Comparison:
         """Compare with another adapter."""
-        source = open_adapter(self.lora, self.base_path)
+        source = self._adapter(self.lora)
         try:
-            other = open_adapter(path, self.base_path, carry=True)
+            other = self._adapter(path, carry=True)
         except UnsupportedError:
             if self.base is None:
                 raise
@@ -336,7 +341,7 @@ class _Work:
             raise LsrError(
                 f"{path} is a whole model: give the base that it was merged into (--base, base=)"
             )
-        source = open_adapter(self.lora, self.base_path)
+        source = self._adapter(self.lora)
         differences: list[LayerDifference] = []
         reasons: list[Reason] = []
         if self.base_path is not None:
@@ -345,7 +350,8 @@ class _Work:
             stored = [layer for layer in source.layers if layer.name in updates]
             compared = replace(source, layers=tuple(stored))
             differences = compare_layers(compared, updates, on_step=self.on_step)
-            reasons = model.faults_beside(source)
+            trust = self.settings.trust_remote_code
+            reasons = model.faults_beside(source, trust_remote_code=trust)
             if all(reason.code != "base" for reason in reasons):
                 reasons += self._reasons(compared, updates, differences, storage=model.storage)
         fidelity = None
@@ -378,6 +384,7 @@ class _Work:
                 name=served_as,
                 base=self.base_path,
                 dtype=self.settings.dtype,
+                trust_remote_code=self.settings.trust_remote_code,
                 **prompts,
             )
         reasons = []
@@ -398,7 +405,7 @@ class _Work:
         """Ask a server about the texts, beside the base with the LoRA."""
         with needs("a base", "peft"):
             from lsrdecomp.lora.measure.served_outputs import ServedOutputs
-        source = open_adapter(self.lora, self.base_path)
+        source = self._adapter(self.lora)
         with self._opened(source, self.lora) as (_, opened):
             meter, written = self._meter(opened)
             served = ServedOutputs(client, meter, self.on_step)

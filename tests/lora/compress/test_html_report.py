@@ -12,7 +12,13 @@ import pytest
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.lora.base import Behaviour
 from lsrdecomp.lora.compress.html_report import html_report
-from lsrdecomp.lora.compress.report_charts import Series, error_charts, share_charts
+from lsrdecomp.lora.compress.report_charts import (
+    SIZES,
+    Series,
+    _place_labels,
+    error_charts,
+    share_charts,
+)
 from lsrdecomp.lora.measure import Fidelity, Measurement
 from lsrdecomp.lora.measure.fidelity import AnswerPair
 from lsrdecomp.lora.search.plan import CompressionPlan
@@ -329,3 +335,16 @@ def test_the_summary_for_a_notebook_is_escaped():
     text = Compression(record().source, record().plan, record().layers, ())._repr_html_()
     assert "my &amp; adapter" in text
     assert "4.10" in text
+
+
+@pytest.mark.parametrize(("second", "is_moved"), [(0.2, True), (0.7, False)])
+def test_a_label_moves_down_only_where_another_would_be_written_over(second, is_moved):
+    pyplot = pytest.importorskip("matplotlib.figure", reason="charts are drawn by matplotlib")
+    figure = pyplot.Figure(figsize=(8.0, 4.0))
+    ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    ax.set_xlim(0.0, 1.0)
+    ax.set_ylim(0.0, 1.0)
+    size = SIZES[0]
+    _place_labels(ax, [("m" * 40, 0.0, 0.5, "black"), ("second", second, 0.5, "black")], size)
+    heights = [text.get_position()[1] * 4.0 * 72.0 for text in ax.texts]
+    assert heights[0] - heights[1] == pytest.approx(1.35 * size.font_size * is_moved, abs=1e-6)

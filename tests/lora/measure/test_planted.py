@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from checkpoint_files import PREFIX, lora_pair, write_lora_directory
 from console import run_command
-from hypothesis import given, settings
+from drawing import drawing
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -194,7 +195,7 @@ def planted(path, plant, key, row):
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("kind", DIRECTORIES + FILES)
-@settings(max_examples=8)
+@drawing(0.4)
 @given(st.data())
 def test_planted_changes_of_numbers_are_found(made, tmp_path_factory, kind, plant, data):
     place = bare_copy(made, kind, tmp_path_factory.mktemp("planted") / "o.safetensors")

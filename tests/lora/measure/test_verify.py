@@ -373,3 +373,16 @@ def test_what_is_exported_of_other_methods_is_the_same_and_verified(tmp_path, me
     assert other.source_matches is False
     assert other.relative_error > 0.1
     assert not other.passed
+
+
+@pytest.mark.parametrize("places", [("dir", "dir"), ("lora", "dir"), ("dir", "lora")])
+def test_places_that_are_not_there_are_named(places, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lora_directory(tmp_path / "lora")
+    with pytest.raises(CheckpointError, match="^dir: no such file or directory$"):
+        verify(*places)
+
+
+def test_paths_are_opened(tmp_path):
+    place = write_lora_directory(tmp_path / "lora")
+    assert verify(place, str(place)).relative_error < 1e-15
