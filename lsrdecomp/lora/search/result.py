@@ -210,8 +210,7 @@ class Compression:
         source = self.source.path if adapter is None else adapter
         words = [program, "compress", shlex.quote(str(source))]
         for name, value in self.settings.items():
-            option = "calibrated" if name == "statistics" else name.replace("_", "-")
-            words.append(f"--{option}")
+            words.append(f"--{name.replace('_', '-')}")
             if isinstance(value, list):
                 words.append("x".join(map(str, value)))
             elif isinstance(value, float):
