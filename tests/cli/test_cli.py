@@ -161,6 +161,24 @@ def test_inspect_and_curve(small, tmp_path):
     assert labels[0] == "truncated SVD"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compress", "missing argument 'adapter'"),
+        ("compress x --ratio many --out y", "--ratio: numbers such as 48 or 96,48,19, got 'many'"),
+        ("compress x --rato 4 --out y", "no such option: --rato"),
+        ("compres x", "no such command 'compres'. Did you mean 'compress'?"),
+        ("--foo", "no such option: --foo"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_told_in_the_one_voice_of_errors(line, said):
+    done = run_command(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    (told,) = done.stderr.splitlines()
+    assert told.startswith(f"lsrdecomp: {said}")
+    assert re.search(r"Try 'lsrdecomp( \w+)? -h' for help\.$", told)
+
+
 def test_demo_says_in_ten_lines_what_it_made_and_keeps(tmp_path):
     done = run_command("demo", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -311,10 +311,10 @@ class MeasuredCompression(Compression):
 
 
 def _shown_answers(answers: list[AnswerPair], n_differing: int) -> tuple[AnswerPair, ...]:
-    """Return answers to show: some that differ, then others until there are six."""
+    """Return answers to show: some that differ, then two that are the same."""
     differing = [pair for pair in answers if not pair.matches][:n_differing]
     matching = [pair for pair in answers if pair.matches]
-    return (*differing, *matching[: max(0, 6 - len(differing))])
+    return (*differing, *matching[:2])
 
 
 def _compress_measured(
