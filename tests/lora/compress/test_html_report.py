@@ -205,7 +205,8 @@ def charts(page):
 
 def drawn(svg, colour):
     """Return the places of the markers of one colour of the page, and of its lines."""
-    markers = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*(?:fill|stroke): var\(--' + colour, svg)
+    of_colour = r"[^>]*(?:fill|stroke): var\(--" + colour
+    markers = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"' + of_colour, svg)
     paths = re.findall(r'<path d="([^"]+)"[^>]*stroke: var\(--' + colour + r"\)", svg)
     return [(float(x), float(y)) for x, y in markers], paths
 
