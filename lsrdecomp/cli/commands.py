@@ -306,7 +306,8 @@ def demo(
 ) -> None:
     """Compress a small LoRA that comes with the package.
 
-    48 times fewer parameters; then export the result, verify both, and draw what is kept.
+    48 times fewer parameters; then export the result, verify both, and draw the shares that sizes
+    keep.
     """
     room = files("lsrdecomp.cli")
     page = out / "report.html" if report else None

@@ -420,7 +420,7 @@ def line_style(label: str) -> dict[str, Any]:
 def places(labels: Sequence[str]) -> list[int]:
     """Return the place of each line in `COLOURS` and `MARKERS`.
 
-    A method has its own; other lines have those that are left, in order.
+    A method has its own; other lines have the free ones, in order.
 
     Examples
     --------

@@ -94,7 +94,7 @@ class Evaluator:
     texts : sequence of texts
         Split by seed into held-out, selection and calibration texts, as `split_texts` does. If they
         are too few the model writes texts itself (`lora.base.written_texts`) that are split so;
-        those that were given are calibration texts then.
+        given texts are calibration texts then.
     settings : EvaluatorSettings, optional
     chooses : bool
         Whether one of many variants will be selected by what they keep. If enough texts are held

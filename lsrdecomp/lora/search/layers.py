@@ -177,8 +177,8 @@ class Layer:
     ) -> float:
         """Return ‖ΔW − B̂ Â‖_F of a truncation, rounded to B̂ and Â.
 
-        With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). What is
-        cut, C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
+        With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). The cut,
+        C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
         left. That takes products of thin matrices and no QR decomposition.
 
         Parameters

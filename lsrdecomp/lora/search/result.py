@@ -61,10 +61,10 @@ class Compression:
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
-        What is kept of the LoRA's effect, if that was measured on a base.
+        The share of the LoRA's effect that is kept, if that was measured on a base.
     tried, mismatches, answers, truncated_svd
         Other measurements on the base: other sizes, texts answered differently, the answers to
-        some texts with those that differ first, truncated SVD.
+        some texts, differing ones first, truncated SVD.
     file_bytes : int, optional
         Bytes of weight file and config, for a plan of bytes that was filled.
     is_nearest : bool

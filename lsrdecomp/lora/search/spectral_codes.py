@@ -246,7 +246,7 @@ def pair_code(layer: Layer) -> SpectralCode:
 
 
 def own_vectors(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    """Return columns (m, k), sizes and rows (k, n) of the pair itself, those that are not zero."""
+    """Return columns (m, k), sizes and rows (k, n) of the pair itself, without zeros."""
     left = to_numpy(layer.pair.left).astype(np.float64)
     right = to_numpy(layer.pair.right).astype(np.float64)
     column_norms = np.linalg.norm(left, axis=0)
