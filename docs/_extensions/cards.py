@@ -38,9 +38,10 @@ def draw_lora(ax: Any) -> None:
     before, after = told.sizes
     side = 3.4
     small_side = side * (told.bytes / told.lora_bytes) ** 0.5
-    ax.add_patch(Rectangle((0.0, 0.0), side, side, color=GREY))
+    outline = {"facecolor": "none", "edgecolor": GREY, "linewidth": 2.0}
+    ax.add_patch(Rectangle((0.0, 0.0), side, side, **outline))
     ax.add_patch(Rectangle((4.0, 0.0), small_side, small_side, color=BLUE))
-    ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{before}", color="white", fontsize=10, **MIDDLE)
+    ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{before}", color=GREY, fontsize=10, **MIDDLE)
     words = f"{after}\nkeeps {told.share}\n{OF_WHAT}"
     ax.text(4.0, 0.4, words, color=BLUE, fontsize=10)
     ax.set(xlim=(-0.1, 7.3), ylim=(-0.2, 3.6), xticks=[], yticks=[], aspect="equal")
