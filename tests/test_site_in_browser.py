@@ -68,6 +68,31 @@ document.body.append(seen);
 """Counts rows of a report, what lies beyond the right edge, and the size of its words."""
 
 
+WRITTEN = sorted(
+    str(page.relative_to(ROOT / "docs").with_suffix(""))
+    for page in (ROOT / "docs").rglob("*.md")
+    if "_build" not in page.parts
+)
+TALLEST = 6000
+"""Pixels of the longest page, at the width of a laptop."""
+MEASURE = """<script>addEventListener("load", () => {
+const width = document.documentElement.clientWidth;
+const scrolls = (node) => {
+  for (let at = node; at && at !== document.body; at = at.parentElement)
+    if (["auto", "scroll"].includes(getComputedStyle(at).overflowX)) return true;
+  return false;
+};
+const cut = [...document.querySelectorAll(".bd-article *")]
+  .filter((node) => node.getBoundingClientRect().right > width + 1 && !scrolls(node))
+  .map((node) => `${node.tagName}: ${node.textContent.slice(0, 60)}`);
+const seen = document.createElement("pre");
+seen.id = "seen";
+seen.textContent = JSON.stringify({ cut, height: document.documentElement.scrollHeight });
+document.body.append(seen);
+});</script></body>"""
+"""Lists what lies beyond the right edge and cannot be scrolled to, and the height of a page."""
+
+
 def unwelcome(lines):
     return [line for line in lines if "ncaught" in line or "rror" in line or "ailed" in line]
 
@@ -89,6 +114,24 @@ def test_a_page_opens_without_an_error(page, width, tmp_path):
     lines, text = console((SITE / f"{page}.html").as_uri(), width, tmp_path / "profile")
     assert "lsrdecomp" in text
     assert unwelcome(lines) == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.skipif(not (SITE / "index.html").exists(), reason="needs the built site: make docs")
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("page", WRITTEN)
+def test_nothing_of_a_page_is_cut_and_none_is_endless(page, width, tmp_path):
+    built = SITE / f"{page}.html"
+    measured = built.with_name(f"{built.stem}-measured-{width}.html")
+    text = built.read_text(encoding="utf-8").replace("</body>", MEASURE)
+    measured.write_text(text, encoding="utf-8")
+    try:
+        _, text = console(measured.as_uri(), width, tmp_path / "profile")
+    finally:
+        measured.unlink()
+    seen = json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text, re.DOTALL)[1]))
+    assert seen["cut"] == []
+    assert width < 1000 or seen["height"] <= TALLEST
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
