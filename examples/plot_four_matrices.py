@@ -46,7 +46,7 @@ for column, (name, matrix) in enumerate(matrices.items()):
     curve_axes.set(ylim=(1e-7, 2), xlim=(0, 64), xlabel="terms")
     curve_axes.spines[["top", "right"]].set_visible(False)
     curve_axes.label_outer()
-axes[1, 0].set_ylabel("relative error")
+axes[1, 0].set_ylabel("relative error, log scale")
 plt.show()
 
 # %%

@@ -69,8 +69,8 @@ for storage, colour in zip(("float16", "bfloat16"), COLOURS, strict=False):
         ha="right",
     )
 ax.set(
-    xlabel="step h",
-    ylabel="relative Frobenius error",
+    xlabel="step h, log scale",
+    ylabel="relative Frobenius error, log scale",
     title="Two terms of opposite sign: dots are as stored",
 )
 ax.spines[["top", "right"]].set_visible(False)

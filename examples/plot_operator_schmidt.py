@@ -73,6 +73,6 @@ for temperature in (8.0, 2.0, 0.5):
     errors = np.maximum(curve.relative_errors, 1e-16)
     right.semilogy(curve.ranks, errors, marker=".", label=f"temperature {temperature:g}")
     print(f"temperature {temperature:g}: {curve.rank_for(1e-6)} terms for an error of 1e-6")
-right.set(xlabel="terms", ylabel="relative error", xlim=(0, 40), ylim=(1e-13, 2.0))
+right.set(xlabel="terms", ylabel="relative error, log scale", xlim=(0, 40), ylim=(1e-13, 2.0))
 right.legend(frameon=False)
 plt.show()

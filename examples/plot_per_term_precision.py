@@ -52,7 +52,11 @@ for (name, options), colour in zip(sizes.items(), COLOURS, strict=False):
         fontsize=8.5,
         color=colour,
     )
-ax.set(xlabel="tolerance ε, relative", ylabel="bytes, certified error ≤ ε", xlim=(8e-4, 0.9))
+ax.set(
+    xlabel="tolerance ε, relative, log scale",
+    ylabel="bytes, certified error ≤ ε, log scale",
+    xlim=(8e-4, 0.9),
+)
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)
 plt.show()

@@ -37,7 +37,7 @@ for i, (rank, inverse) in enumerate(shown):
     left.semilogy(
         sweeps, inverse.residuals, color=COLOURS[i], marker=MARKERS[i], markersize=4, label=label
     )
-left.set(xlabel="sweep", ylabel="‖I − AX‖ / ‖I‖", xlim=(0, 14), ylim=(1e-3, 0.3))
+left.set(xlabel="sweep", ylabel="‖I − AX‖ / ‖I‖, log scale", xlim=(0, 14), ylim=(1e-3, 0.3))
 name_lines(left)
 right.plot(ranks, counts, color=COLOURS[0], marker="o")
 right.axhline(without, linestyle=":", color="0.45")

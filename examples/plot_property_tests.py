@@ -54,7 +54,7 @@ ax.annotate(
     ha="right",
     color=COLOURS[1],
 )
-ax.set(xlabel="condition γ", ylabel="relative change when stored as float16")
+ax.set(xlabel="condition γ, log scale", ylabel="relative change when stored as float16, log scale")
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)
 plt.show()

@@ -64,7 +64,7 @@ left.set(xlabel="interaction of space and time", ylabel="distance from separable
 right.loglog(counts, interacting, marker=".", label="interaction 1")
 right.loglog(counts, separable, marker=".", label="separable")
 right.axhline(one_term[-1], color="0.45", linestyle=":", label="interaction 1, exact")
-right.set(xlabel="samples", ylabel="distance from separable, relative")
+right.set(xlabel="samples, log scale", ylabel="distance from separable, relative, log scale")
 right.set_xticks(counts, [f"{count:,}" for count in counts])
 right.minorticks_off()
 right.legend(frameon=False)

@@ -16,7 +16,11 @@ from lsrdecomp.plots import plot_shares
 room = files("lsrdecomp.cli")
 rows = json.loads((room / "demo_kept.json").read_text())["rows"]
 whole = next(row["parameters"] for row in rows if row["method"] == "lora")
-methods = {"lsr-kfac": "LSR, calibrated", "svd-kfac": "SVD, calibrated", "svd-frobenius": "SVD"}
+methods = {
+    "lsr-kfac": "LSR, calibrated",
+    "svd-kfac": "truncated SVD, calibrated",
+    "svd-frobenius": "truncated SVD",
+}
 shares = {
     label: [(whole / row["ratio"], row["share"]) for row in rows if row["method"] == method]
     for method, label in methods.items()

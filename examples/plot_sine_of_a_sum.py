@@ -66,7 +66,11 @@ for d, colour in zip(orders, COLOURS, strict=False):
         fontsize=8.5,
         color=colour,
     )
-ax.set(xlabel="spread of the angles, as a share of π", ylabel="condition γ", xlim=(6e-3, 1.05))
+ax.set(
+    xlabel="spread of the angles, as a share of π, log scale",
+    ylabel="condition γ, log scale",
+    xlim=(6e-3, 1.05),
+)
 ax.spines[["top", "right"]].set_visible(False)
 ax.grid(linewidth=0.4, alpha=0.5)
 plt.show()

@@ -179,7 +179,7 @@ def adjoint(array: Array) -> Array:
 
 
 def is_differentiated(array: Array) -> bool:
-    """Return whether torch records what is computed from the array, to differentiate it.
+    """Return whether torch records computations with the array, to differentiate it.
 
     It does not within ``torch.no_grad``.
     """

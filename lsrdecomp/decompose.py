@@ -86,7 +86,7 @@ def decompose(
         are used.
     budget : ErrorBudget, optional
         Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each
-        factor of each term in its own number format; what is written is the record's ``stored``.
+        factor of each term in its own number format; files hold the record's ``stored``.
         See docs/reference/error-budget.md.
     storage : str or dtype, optional
         Number format of the stored factors: ``"float32"``, ``"float16"``, ``"bfloat16"``,

@@ -5,7 +5,7 @@
 From that line come the check and its error, the reading of TOML and JSON, the docstring, and the
 option or the line under ``--set`` on the command line (`lsrdecomp.cli.setting_options`).
 transformers' HfArgumentParser is built the same way, but to import it takes seconds; pydantic would
-say what is wrong in words that lead nowhere near a TOML file.
+name faults in words that lead nowhere near a TOML file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def whole_number(minimum: int) -> Check:
 
 
 def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
-    """Return the check of one of some names; a callable gives what is costly to import."""
+    """Return the check of one of some names; a callable gives names that are costly to import."""
 
     def allowed() -> Collection[str]:
         return names() if callable(names) else names
@@ -87,7 +87,7 @@ def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
 
 
 def list_of(check: Check, requirement: str, *, min_length: int = 0) -> Check:
-    """Return the check of a list whose parts pass ``check``, with at least so many of them."""
+    """Return the check of a list whose parts pass ``check``, with a least length."""
 
     def test(value: Any) -> bool:
         return len(value) >= min_length and all(map(check.test, value))

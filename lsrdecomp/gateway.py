@@ -1,4 +1,4 @@
-"""What strangers send, kind by kind: the limits it is held to, and what is done with it.
+"""What strangers send, kind by kind: its limits, and the answer to it.
 
 Adapters, bases and the replies of servers come from strangers: a few bytes of theirs must not cost
 a machine's memory, or years, or run a program. `KINDS` is the table of it, which stands in

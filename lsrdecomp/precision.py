@@ -128,7 +128,7 @@ def unit_roundoff(dtype: Any) -> float:
 
 
 def tolerance(dtype: Any, size: int, condition: float = 1.0) -> float:
-    """Return the relative rounding error that an algorithm of so many steps is granted.
+    """Return the relative rounding error that an algorithm is granted, by its steps.
 
     It is 8 × size × condition × unit roundoff; the 8 is set by hand, as a modest constant.
     """
@@ -188,7 +188,7 @@ def coarsest_storage(condition: float, rtol: float) -> str | None:
     Parameters
     ----------
     condition : float
-        γ of what is stored.
+        γ of the stored numbers.
     rtol : float
 
     Examples

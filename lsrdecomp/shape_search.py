@@ -52,7 +52,7 @@ class ShapeChoice:
 
     @property
     def parameters(self) -> int:
-        """Numbers stored for so many terms, weights folded in."""
+        """Numbers stored for a number of terms, weights folded in."""
         return self.shape.parameters(self.rank)
 
     @property
@@ -113,7 +113,7 @@ def best_shape(
     rtol, atol : float, optional
         Find the fewest parameters with this error, relative to ‖M‖_F or absolute.
     parameters : int, optional
-        Find the least error with at most so many parameters.
+        Find the least error with at most this number of parameters.
     pad : bool
         Also try sizes with more divisors just above a side that has few (a prime); they win only if
         cheaper.

@@ -178,7 +178,7 @@ _NO_GUARD = nullcontext()
 
 
 def one_blas_thread_for(entries: int) -> AbstractContextManager[object]:
-    """Return the guard for decomposing a matrix of so many entries, or one that does nothing.
+    """Return the guard for decomposing a matrix of that size, or one that does nothing.
 
     Returns
     -------

@@ -249,6 +249,9 @@ def test_an_example_draws_its_picture(example, monkeypatch):
     for figure in figures:
         figure.canvas.draw()
         assert any(ax.has_data() for ax in figure.axes)
+        for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+            label = axis.get_label_text()
+            assert axis.get_scale() != "log" or not label or "log scale" in label, label
     plt.close("all")
 
 
@@ -340,6 +343,10 @@ def test_sentences_that_outsiders_stumbled_on_are_gone(words):
 
 def text_of(path):
     return path.read_text(encoding="utf-8")
+
+
+def test_readme_is_read_in_two_minutes():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 450
 
 
 def test_readme_says_the_two_commands_for_a_fresh_machine():

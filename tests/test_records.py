@@ -12,7 +12,9 @@ from statistics import fmean, geometric_mean
 import problems
 import pytest
 
+from benchmarks.headline import OF_WHAT, OPTIONS, RECORD, ROW, headline
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
+from lsrdecomp.cli import commands as demo_commands
 from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.lora.measure.fidelity import WRITTEN_BIAS
 from lsrdecomp.precision import unit_roundoff
@@ -24,6 +26,7 @@ README, INDEX, LANGUAGE, SMALL = (
     "docs/evidence/language-models.md",
     "docs/evidence/small-adapters.md",
 )
+ARENA = "docs/evidence/peft-arena.md"
 COMPRESS, PAPER, TRAINED, SCALE = (
     "docs/evidence/compressing.md",
     "docs/evidence/paper-checked.md",
@@ -87,43 +90,19 @@ def by_seed(name):
 
 
 def in_readme():
-    yield f"know how much of its effect is left: a LoRA of {of_keep_nine_tenths()} of it"
-    gemma = opened(one_command("gemma-3-270m keep .95 distill 60"))
+    told = headline()
     yield (
-        f"one of Gemma-3-270M to [{gemma:.1f} "
-        "kB](docs/evidence/language-models.md#another-base-gemma-3-270m)"
-    )
-    demo = one_command("demo keep .8")
-    yield (
-        f"Tried {len(demo['tried'])} compressed versions. It keeps {percent(demo['kept'], 1)} ± "
-        f"{percent(demo['standard_error'], 1)} % of the LoRA's effect on 128 held-out texts of "
-        f"reviews.txt (KL to the LoRA {demo['kl']:.4f} nats per example, {demo['effect']:.3f} "
-        f"without an adapter; top prediction agrees on {percent(demo['agreement'])} %)"
-    )
-    yield (
-        f"→ {opened(demo):.1f} kB (both include the {demo['head_bytes'] / 1000:.1f} kB "
-        "classifier head)"
+        f"**A LoRA of {told.sentence}** (SmolLM2-135M, {told.minutes:.0f} minutes on one core, "
+        f"the mean of {WORDS[told.runs]} runs)"
     )
     e2e = small_adapters("E2E")
-    distilled = by_seed("smollm2 keep .95 distill 60")
-    size = fmean(row["bytes"] for row in distilled) / 1000
-    yield f"from {e2e.about['bytes_of_lora'] / 1e6:.1f} MB to [{size:.1f} kB in all]"
-    yield f"(the mean of {WORDS[len(distilled)]} runs)"
-    (options,) = {tuple(row["options"]) for row in distilled}
-    yield f"With `--keep {options[1]} --distill {options[3]}` it also trains"
-    (near,) = by_seed("smollm2 keep .99 distill 100")
-    options = near["options"]
-    yield f"with `--keep {options[1]} --distill {options[3]}` to {near['bytes'] / 1000:.1f} kB"
+    yield f"bars are standard errors over {e2e.about['examples']} held-out texts"
     names = ("Fisher core", "LSR", "Uni-LoRA")
     cores, ours, theirs = (short(e2e.share(name, 1000).value) for name in names)
     assert cores == ours
     yield (
         "In 1 kB other adapters keep as much of E2E, "
         f"[Fisher cores and LSR {ours}, Uni-LoRA {theirs}]"
-    )
-    yield (
-        "Bars, and ± below, are the standard error over held-out texts, here "
-        f"{e2e.about['examples']}."
     )
     sums = answers("sums")
     assert sums["LSR in 3 kB, as compressed"]["exact"] == 0.0
@@ -134,22 +113,39 @@ def in_readme():
     )
 
 
-def of_keep_nine_tenths():
-    """Return what `--keep 0.9` made of the LoRA of E2E."""
-    (row,) = by_seed("smollm2 keep .9")
-    lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
-    return (
-        f"{lora_bytes / 1e6:.1f} MB became {row['bytes'] / 1000:.1f} kB and keeps "
-        f"{percent(row['kept'])} %"
-    )
-
-
 def in_index():
     """The card of a LoRA: its words, and what its picture draws (`docs/_extensions/cards.py`)."""
-    yield f"Make it small: one of {of_keep_nine_tenths()} of its effect."
-    lora_bytes = small_adapters("E2E").about["bytes_of_lora"]
-    drawn = one_command("smollm2 keep .95 distill 60")
-    yield f"An adapter shrinks from {lora_bytes / 1e6:.1f} MB to {drawn['bytes'] / 1000:.1f} kB"
+    told = headline()
+    yield f"A LoRA of {told.sentence}."
+    yield "An adapter shrinks from {} to {}".format(*told.sizes)
+
+
+DOORS = {
+    "README.md": README,
+    "the site's first card": INDEX,
+    "the cheat sheet": "docs/reference/cheat-sheet.md",
+}
+
+
+@pytest.mark.parametrize("door", [*DOORS, "the demo"])
+def test_every_front_door_shows_one_figure_of_one_lora_by_one_command(door):
+    """`benchmarks/headline.py` names the record; a door with another figure fails here."""
+    text = demo_commands.HEADLINE
+    if door in DOORS:
+        text = (ROOT / DOORS[door]).read_text(encoding="utf-8")
+    text = plain(text.replace("\\\n", " "))
+    told = headline()
+    assert told.sentence in text
+    assert OPTIONS in text, "the command that made it"
+    of_effect = rf"(\d+\S* [kM]B) became (\d+\S* [kM]B) and keeps (\d+ %) {OF_WHAT}"
+    assert set(re.findall(of_effect, text)) == {(*told.sizes, told.share)}
+
+
+def test_the_headline_is_what_its_command_made():
+    """The options that are told are those that the record's rows were run with."""
+    rows = [row for row in record(RECORD)["rows"] if row["name"] == ROW]
+    numbers = {tuple(re.findall(r"[\d.]+", " ".join(row["options"]))) for row in rows}
+    assert numbers == {tuple(re.findall(r"[\d.]+", OPTIONS))}
 
 
 def small_adapters(task):
@@ -357,7 +353,6 @@ def in_small_adapters():
         f"on E2E Fisher cores' {cores} stand above LSR's {ours}, by less than their standard errors"
     )
     yield from of_rivals_on_gemma()
-    yield from of_published_rows()
 
 
 def of_rivals_on_gemma():
@@ -862,7 +857,13 @@ def of_integer_factors():
     yield f"solving takes back {percent(min(taken_back))} % of what it adds"
 
 
-PAGES = {README: in_readme, INDEX: in_index, LANGUAGE: in_language_models, SMALL: in_small_adapters}
+PAGES = {
+    README: in_readme,
+    INDEX: in_index,
+    LANGUAGE: in_language_models,
+    SMALL: in_small_adapters,
+    ARENA: of_published_rows,
+}
 """Pages whose every figure is claimed."""
 CLAIMS = [
     (page, sentence)

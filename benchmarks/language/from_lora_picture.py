@@ -32,12 +32,13 @@ def main(source: Path, out: Path) -> None:
             starts = [
                 row["start"] for row in rows if row["arm"] == arm and row["start"] is not None
             ]
-            axes.plot(losses, [i] * len(losses), MARKERS[i], color=COLOURS[i], linestyle="none")
+            colour = COLOURS[0] if arm.startswith("LSR") else GREY
+            axes.plot(losses, [i] * len(losses), MARKERS[i], color=colour, linestyle="none")
             axes.plot(
                 starts,
                 [i] * len(starts),
                 MARKERS[i],
-                color=COLOURS[i],
+                color=colour,
                 fillstyle="none",
                 linestyle="none",
             )
@@ -53,7 +54,9 @@ def main(source: Path, out: Path) -> None:
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.1, -0.5)
         axes.set_title(TITLES.get(task, task), fontsize=10, loc="left")
-    panels[-1].set_xlabel("loss on held-out answers, nats a token (open: before training)")
+    panels[-1].set_xlabel(
+        "loss on held-out answers, nats a token, log scale (open: before training)"
+    )
     plots.save_figure(panels[-1], out)
 
 

@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks import record as records
+from benchmarks.headline import OPTIONS, Headline, headline
 from benchmarks.language.rival_results import RivalResults
 from lsrdecomp import plots
-from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines, new_axes
+from lsrdecomp.plots.pictures import (
+    COLOURS,
+    FONT_SIZE,
+    dress,
+    line_style,
+    name_lines,
+    new_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +45,8 @@ LINES = (
     Line("LSR", True, "LSR, distilled"),
     Line("LSR", False, "LSR, as compressed"),
     Line("SVD", True, "truncated SVD, distilled"),
-    Line("Uni-LoRA", True, "Uni-LoRA"),
-    Line("LoRAQuant", True, "LoRAQuant's split"),
+    Line("Uni-LoRA", True, "Uni-LoRA, trained"),
+    Line("LoRAQuant", True, "LoRAQuant's split, trained"),
 )
 """Five lines at most; more cannot be told apart."""
 SIZES = (1, 3, 10, 30)
@@ -80,28 +88,20 @@ def draw(results: RivalResults) -> Axes:
     smallest = min(point.kilobytes for point in drawn)
     largest = max(point.kilobytes for point in drawn)
     axes.set(xscale="log", xlim=(0.8 * smallest, 1.25 * largest), ylim=(0.0, top))
-    for i, (line, each) in enumerate(lines.items()):
+    for line, each in lines.items():
         if not each:
             continue
         sizes = [point.kilobytes for point in each]
         kept = [point.kept for point in each]
-        axes.plot(
-            sizes,
-            kept,
-            color=COLOURS[i],
-            marker=MARKERS[i],
-            linestyle="-" if line.is_trained else "--",
-            linewidth=1.8 if line.method == "LSR" else 1.2,
-            markersize=5,
-            label=line.label,
-        )
+        style = line_style(line.label)
+        axes.plot(sizes, kept, label=line.label, **style)
         errors = [point.error for point in each]
-        axes.errorbar(sizes, kept, yerr=errors, color=COLOURS[i], linestyle="none", capsize=2)
+        axes.errorbar(sizes, kept, yerr=errors, color=style["color"], linestyle="none", capsize=2)
     size_of_lora = f"{results.about['bytes_of_lora'] / 1000:,.0f}"
     dress(
         axes,
-        f"kB of all that opens the adapter (the LoRA: {size_of_lora})",
-        "share of the LoRA's effect that is kept",
+        f"total size on disk in kB (the LoRA: {size_of_lora})",
+        "share of the LoRA's effect that is kept,\nlog scale of what is lost",
     )
     for axis, ticks, (_, largest_shown) in (
         (axes.xaxis, SIZES, axes.get_xlim()),
@@ -112,6 +112,23 @@ def draw(results: RivalResults) -> Axes:
     axes.minorticks_off()
     name_lines(axes)
     return axes
+
+
+def mark_headline(axes: Axes, told: Headline) -> None:
+    """Mark the figure that the front doors tell."""
+    point = (told.bytes / 1000, told.kept)
+    axes.plot(*point, "*", color=COLOURS[0], markersize=15, markeredgecolor="white", zorder=5)
+    size = told.sizes[1]
+    axes.annotate(
+        f"{OPTIONS}:\n{size}, {told.share}",
+        point,
+        (0.04, 0.84),
+        textcoords="axes fraction",
+        arrowprops={"arrowstyle": "-", "color": COLOURS[0], "shrinkB": 8},
+        color=COLOURS[0],
+        fontsize=FONT_SIZE,
+        fontweight="bold",
+    )
 
 
 def digits(kept: ArrayLike) -> NDArray[np.float64]:
@@ -125,8 +142,10 @@ def share(digits: ArrayLike) -> NDArray[np.float64]:
 
 
 def main(source: Path, out: Path) -> None:
-    """Draw the picture of a record."""
-    plots.save_figure(draw(RivalResults(records.load(source), "E2E")), out)
+    """Draw the picture of a record, with the figure of the front doors."""
+    axes = draw(RivalResults(records.load(source), "E2E"))
+    mark_headline(axes, headline())
+    plots.save_figure(axes, out)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from lsrdecomp.plots.pictures import METHOD_NAMES
+
 NAMES = {
-    "LSR": "LSR",
-    "SVD": "truncated SVD",
-    "Uni-LoRA": "Uni-LoRA",
-    "Fisher core": "Fisher cores",
-    "LoRAQuant": "LoRAQuant's split",
-    "XS": "LoRA-XS",
-    "Rank one": "rank one in int4",
+    **dict(
+        zip(
+            ("LSR", "SVD", "Uni-LoRA", "Fisher core", "LoRAQuant", "XS", "Rank one"),
+            METHOD_NAMES,
+            strict=True,
+        )
+    ),
     "FourierFT": "FourierFT",
     "VB-LoRA": "VB-LoRA",
     "VeRA": "VeRA",

@@ -19,13 +19,13 @@ from benchmarks import record as records
 from benchmarks.language.kept_by_bytes_picture import SHARES, SIZES, digits, share
 from benchmarks.language.rival_results import NAMES, RivalResults
 from lsrdecomp import plots
-from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines
+from lsrdecomp.plots.pictures import dress, line_style, name_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TASKS = ("E2E", "extraction", "sums")
-METHODS = ("LSR", "SVD", "Uni-LoRA", "Fisher core", "LoRAQuant")
+SHOWN = ("LSR", "SVD", "Uni-LoRA", "Fisher core", "LoRAQuant")
 """Five lines a panel; more cannot be told apart."""
 LOWEST = 0.5
 """Smallest share that is shown."""
@@ -40,10 +40,11 @@ def draw(all_results: list[RivalResults]) -> list[Axes]:
     for panel, results in zip(panels, all_results, strict=True):
         panel.set(xscale="log", title=results.about["task"])
         panel.set_yscale("function", functions=(digits, share))
-        for place, method in enumerate(METHODS):
-            highest = max(highest, _draw_line(panel, results, method, place))
+        for method in SHOWN:
+            highest = max(highest, _draw_line(panel, results, method))
         dress(panel, "kB of the adapter", "")
-    panels[0].set_ylabel("share of the LoRA's effect that is kept")
+    figure.suptitle("All trained on the LoRA's own answers", fontsize=10)
+    panels[0].set_ylabel("share of the LoRA's effect that is kept,\nlog scale of what is lost")
     top = float(share(digits(highest) + 0.3))
     for panel in panels:
         panel.set_ylim(LOWEST, top)
@@ -57,7 +58,7 @@ def draw(all_results: list[RivalResults]) -> list[Axes]:
     return panels
 
 
-def _draw_line(panel: Axes, results: RivalResults, method: str, place: int) -> float:
+def _draw_line(panel: Axes, results: RivalResults, method: str) -> float:
     """Draw one method through its sizes; return the largest share."""
     budgets = [budget for budget in results.budgets if results.trained(method, budget)]
     if not budgets:
@@ -66,17 +67,9 @@ def _draw_line(panel: Axes, results: RivalResults, method: str, place: int) -> f
     sizes = [fmean(row["bytes"] for row in results.trained(method, b)) / 1000 for b in budgets]
     kept = [each.value for each in shares]
     errors = [each.error for each in shares]
-    colour = COLOURS[place]
-    panel.plot(
-        sizes,
-        kept,
-        color=colour,
-        marker=MARKERS[place],
-        markersize=5,
-        linewidth=1.8 if method == "LSR" else 1.2,
-        label=NAMES[method],
-    )
-    panel.errorbar(sizes, kept, yerr=errors, color=colour, linestyle="none", capsize=2)
+    style = line_style(f"{NAMES[method]}, trained")
+    panel.plot(sizes, kept, label=NAMES[method], **style)
+    panel.errorbar(sizes, kept, yerr=errors, color=style["color"], linestyle="none", capsize=2)
     return max(kept)
 
 

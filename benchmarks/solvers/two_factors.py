@@ -465,9 +465,9 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         name_lines(panel)
     for panel in panels[-1]:
-        panel.set_xlabel("time, as a share of the full SVD's")
+        panel.set_xlabel("time, as a share of the full SVD's, log scale")
     for panel in panels[:, 0]:
-        panel.set_ylabel("error / optimum − 1\n(shaded: exact to rounding)")
+        panel.set_ylabel("error / optimum − 1, log scale\n(shaded: exact to rounding)")
     for panel in panels.flat[len(shown) :]:
         panel.remove()
     drawing.savefig(path, dpi=140)

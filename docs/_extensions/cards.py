@@ -1,27 +1,24 @@
-"""The four pictures of the front page, drawn from records and matrices while the site is built.
+"""The pictures of the front page, drawn from records and matrices while the site is built.
 
-They have no background and grey words, so that one file serves light and dark pages.
+Three cards have no background and grey words, so that one file serves light and dark pages, where
+its colours are brightened; and one picture is shown where people send a link to the site.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-BLUE, ORANGE, GREY = "#2f8fd0", "#D55E00", "#808890"
-"""Readable on white and on black, and told apart with any colour vision."""
+from benchmarks.headline import OF_WHAT, OPTIONS, headline
+from lsrdecomp.plots.pictures import COLOURS
+
+BLUE, ORANGE = COLOURS[:2]
+GREY = "#808890"
+"""Readable on white and on black."""
 SIZE = (3.2, 1.9)
 """Inches: the card's shape."""
-
-
-def record(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return loaded
-
-
+SOCIAL_SIZE = (12.0, 6.3)
+"""Inches, at a hundred dots each: the shape that links are shown in."""
 MIDDLE = {"ha": "center", "va": "center"}
 
 
@@ -34,27 +31,19 @@ def clean(ax: Any, *, sides: tuple[str, ...] = ()) -> None:
 
 
 def draw_lora(ax: Any) -> None:
-    """Bytes of a LoRA of SmolLM2 and of what `--keep 0.95 --distill 60` made of it, as areas."""
+    """Bytes of a LoRA and of what the command of the front doors made of it, as areas."""
     from matplotlib.patches import Rectangle
 
-    tasks = record("rivals")["tasks"]
-    lora = next(each["bytes_of_lora"] for each in tasks if each["task"] == "E2E")
-    rows = [
-        row
-        for row in record("one_command")["rows"]
-        if row["name"] == "smollm2 keep .95 distill 60" and row["seed"] == 0
-    ]
-    small, kept = rows[0]["bytes"], rows[0]["kept"]
+    told = headline()
+    before, after = told.sizes
     side = 3.4
-    small_side = side * (small / lora) ** 0.5
-    ax.add_patch(Rectangle((0.0, 0.0), side, side, color=GREY))
+    small_side = side * (told.bytes / told.lora_bytes) ** 0.5
+    outline = {"facecolor": "none", "edgecolor": GREY, "linewidth": 2.0}
+    ax.add_patch(Rectangle((0.0, 0.0), side, side, **outline))
     ax.add_patch(Rectangle((4.0, 0.0), small_side, small_side, color=BLUE))
-    before, after = (
-        f"a LoRA\n{lora / 1e6:.1f} MB",
-        f"{small / 1e3:.1f} kB\nkeep {kept:.0%}\nof its effect",
-    )
-    ax.text(0.5 * side, 0.5 * side, before, color="white", fontsize=10, **MIDDLE)
-    ax.text(4.0, 0.4, after, color=BLUE, fontsize=10)
+    ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{before}", color=GREY, fontsize=10, **MIDDLE)
+    words = f"{after}\nkeeps {told.share}\n{OF_WHAT}"
+    ax.text(4.0, 0.4, words, color=BLUE, fontsize=10)
     ax.set(xlim=(-0.1, 7.3), ylim=(-0.2, 3.6), xticks=[], yticks=[], aspect="equal")
     clean(ax)
 
@@ -102,27 +91,11 @@ def draw_test(ax: Any) -> None:
     clean(ax)
 
 
-def draw_tuning(ax: Any) -> None:
-    """Held-out loss of the same number of parameters, from the LoRA and from scratch (E2E)."""
-    facts = record("from_lora")
-    arms: dict[str, list[float]] = {}
-    for row in facts["rows"]:
-        if row["task"] == "e2e":
-            arms.setdefault(row["arm"], []).append(row["loss"])
-    shown = {"LSR from the LoRA": BLUE, "LSR from scratch": ORANGE}
-    for place, (arm, colour) in enumerate(shown.items()):
-        value = fmean(arms[arm])
-        ax.barh([1 - place], [value], color=colour, height=0.5)
-        ax.text(0.02, 1.35 - place, f"{arm}: loss {value:.2f}", color=colour, fontsize=10)
-    ax.set(ylim=(-0.6, 1.9), xticks=[], yticks=[])
-    clean(ax, sides=("left",))
-
-
-DRAWINGS = {"lora": draw_lora, "matrix": draw_matrix, "test": draw_test, "tune": draw_tuning}
+DRAWINGS = {"lora": draw_lora, "matrix": draw_matrix, "test": draw_test}
 
 
 def draw_cards(app: Any) -> None:
-    """Write images/card-*.svg beside the pages' other pictures."""
+    """Write images/card-*.svg and _static/social.png beside the pages' other pictures."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -133,6 +106,37 @@ def draw_cards(app: Any) -> None:
             draw(figure.subplots())
             path = folder / f"card-{name}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=SOCIAL_SIZE)
+        draw_social(figure)
+        figure.savefig(Path(app.srcdir) / "_static" / "social.png", dpi=100)
+
+
+def draw_social(figure: Any) -> None:
+    """The mark, the name, and the figure of the front doors with its command."""
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    ax.set(xlim=(0.0, 12.0), ylim=(0.0, 6.3))
+    ax.axis("off")
+    small = np.array([[1.0, 0.45], [0.45, 1.0]])
+    beside = np.array([[1.0, 0.6], [0.3, 1.0]])
+    blocks = (
+        (small, 0.8, 2.6, 0.4),
+        (beside, 2.4, 4.2, 0.4),
+        (np.kron(small, beside), 1.8, 1.8, 0.45),
+    )
+    for block, left, bottom, side in blocks:
+        for (i, j), shade in np.ndenumerate(block):
+            corner = (left + j * 1.1 * side, bottom + (len(block) - 1 - i) * 1.1 * side)
+            ax.add_patch(Rectangle(corner, side, side, color=BLUE, alpha=shade))
+    told = headline()
+    before, after = told.sizes
+    ax.text(4.9, 4.3, "lsrdecomp", fontsize=46, fontweight="bold", color="#1c2024")
+    ax.text(4.9, 3.35, f"A LoRA of {before} became {after}", fontsize=24, color="#1c2024")
+    ax.text(4.9, 2.75, f"and keeps {told.share} {OF_WHAT}.", fontsize=24, color="#1c2024")
+    command = f"lsrdecomp compress my-lora/ {OPTIONS}"
+    ax.text(4.9, 1.95, command, fontsize=13, color=GREY, family="monospace")
 
 
 def setup(app: Any) -> dict[str, Any]:

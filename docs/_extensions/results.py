@@ -11,6 +11,9 @@ from sphinx.util.docutils import SphinxDirective
 
 from benchmarks import record
 
+ROWS_IN_VIEW = 6
+"""Rows of the longest table that a page shows unasked; a longer one unfolds."""
+
 
 def unbroken(cell: str) -> str:
     """A figure and its spread stay on one line."""
@@ -29,6 +32,12 @@ class ResultsDirective(SphinxDirective):
             "| " + " | ".join(map(unbroken, row)) + " |"
             for row in (head, ("---",) * len(head), *rows)
         ]
+        if len(rows) > ROWS_IN_VIEW:
+            lines = [
+                f":::{{dropdown}} {len(rows)} rows: {', '.join(filter(None, head))}",
+                *lines,
+                ":::",
+            ]
         lines += ["", made]
         block = nodes.Element()
         self.state.nested_parse(StringList(lines), self.content_offset, block)

@@ -148,8 +148,9 @@ def error_curve(
     shape : KroneckerShape, optional
         Two factors; absent, the balanced split.
     rank : int, optional
-        The most terms the curve goes to. A large matrix then costs one `decompose` of so many
-        terms, a small part of its whole spectrum; points may lie above the optimum by a thousandth.
+        The most terms the curve goes to. A large matrix then costs one `decompose` of that
+        many terms, a small part of its whole spectrum; points may lie above the optimum by a
+        thousandth.
     on_sweep : callable, optional
         Told each `Sweep` of that decomposition.
 

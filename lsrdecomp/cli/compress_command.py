@@ -172,7 +172,7 @@ def compress(
         to_source_format |= not is_lsr and resize.names_file(adapter) and fits_file(given)
     if outputs.report is not None and "base" in given:
         # What a report shows, where no other number is asked for.
-        given.setdefault("examples", 4 if to_source_format else 2)
+        given.setdefault("examples", 4 if to_source_format else 6)
     merged_base: str | None = None  # of a method of PEFT whose ΔW is known only beside it
     if to_source_format and "base" in given and lora.base.takes_base(adapter, name=opening.name):
         merged_base = given.pop("base")

@@ -169,7 +169,7 @@ def _show_unfinished(outcomes: Sequence[lora.fleet.Outcome], json: Path | None) 
 def read_plan(path: Path) -> lora.search.CompressionPlan:
     """Return the plan in the table [compress] of a TOML file.
 
-    A misspelt key is refused with those that exist.
+    A misspelt key is refused, and the existing ones are named.
     """
     table = read_table(path)
     try:

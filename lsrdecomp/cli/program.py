@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import typer
 from typer.core import TyperGroup
+
+from lsrdecomp.gateway import printable
 
 NAME = "lsrdecomp"
 """Name of the console command and of the package."""
+UsageError: Any = typer.BadParameter.__base__
+"""What is raised for a line that cannot be read: typer names one kind of it alone."""
 
 
 def program() -> str:
@@ -41,7 +46,32 @@ class Verbs(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the words of the line before they are read."""
         Verbs.typed = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            _in_one_line(error)
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; a line that cannot be read is an error in the words of all others."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            _in_one_line(error)
+            raise
+
+
+def _in_one_line(error: Any) -> None:
+    """Let an error of usage be shown as a line, as every other error of the program."""
+    if type(error).show is not UsageError.show:  # a help text in place of arguments
+        return
+    message = error.format_message().removeprefix("Invalid value for ").removesuffix(".")
+    message = message if message[:1] in "-'" else f"{message[:1].lower()}{message[1:]}"
+    path = NAME if error.ctx is None else error.ctx.command_path
+    sentence = printable(" ".join(message.split()))
+    end = "" if sentence.endswith("?") else "."
+    line = f"{NAME}: {sentence}{end} Try '{path} -h' for help."
+    error.show = lambda *_: print(line, file=sys.stderr)
 
 
 def typed_line(verb: str) -> str | None:

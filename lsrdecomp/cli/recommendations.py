@@ -1,4 +1,4 @@
-"""What `compress` recommends after writing: the next command, and warnings of what is of no use."""
+"""What `compress` recommends after writing: the next command, and warnings of useless results."""
 
 from __future__ import annotations
 

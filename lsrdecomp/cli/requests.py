@@ -73,7 +73,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Options of what is written."""
+    """Options of the outputs."""
 
     out: Annotated[
         Path | None,
@@ -167,7 +167,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Display:
-    """Options of what is shown."""
+    """Options of the display."""
 
     wide: Annotated[Wide, TO_DIRECTORY] = False
     each: Annotated[Each, TO_DIRECTORY] = False

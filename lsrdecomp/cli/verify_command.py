@@ -52,7 +52,7 @@ def verify(
 ) -> None:
     """Check a written adapter against its source and its records.
 
-    Its errors are measured again from the files, and compared with those that were recorded.
+    Its errors are measured again from the files, and compared with the recorded ones.
     Changed files are named. Exit code 1 if something differs, 3 if nothing was recorded or a record
     is missing. What it does on a base says `lsrdecomp measure`.
     """

@@ -138,7 +138,7 @@ def within_cost(
     Raises
     ------
     BudgetError
-        If even the cheapest options cost more; says what is reachable.
+        If even the cheapest options cost more; names the least cost.
     """
     cheapest = [part.cheapest for part in parts]
     lowest_cost = total_cost(parts, cheapest)

@@ -135,7 +135,7 @@ def smallest(
 
     For each term: drop it, or choose a format for each factor. Rounding errors ρ are measured,
     factor by factor; the error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for
-    orthogonal terms; weights are refitted to the rounded factors. What is certified is the residual
+    orthogonal terms; weights are refitted to the rounded factors. The certificate is the residual
     of the rounded matrix, formed, so terms that cancel cost bytes but never the certificate. See
     docs/reference/error-budget.md.
 

@@ -46,7 +46,7 @@ class Format:
     scales: tuple[float, ...]
 
     def bytes(self, entries: int) -> int:
-        """Return the bytes of so many numbers, packed."""
+        """Return the bytes of a count of numbers, packed."""
         return packed_size(entries, self.bits)
 
     @property
@@ -451,12 +451,12 @@ def expand_steps(steps: NDArray[np.uint8], group: int, size: int) -> NDArray[np.
 
 
 def group_count(size: int, group: int) -> int:
-    """Return how many groups so many numbers make."""
+    """Return the groups of a count of numbers."""
     return -(-size // group)
 
 
 def step_count(size: int, group: int) -> int:
-    """Return how many steps are stored for so many numbers: none where all share one.
+    """Return how many steps are stored for a count of numbers: none where all share one.
 
     Their scale absorbs it.
     """

@@ -171,7 +171,7 @@ def _rounded(factor: NDArray[Any], storage: str) -> NDArray[np.float64]:
 
 
 def padded_factors(product: SeparatedProduct, terms: tuple[int, int]) -> tuple[Factors, Factors]:
-    """Return the folded factors of both sides, with terms of zeros up to so many a side."""
+    """Return the folded factors of both sides, with terms of zeros up to a count a side."""
     left, right = (
         tuple(np.asarray(zero_padded(factor, 0, count)) for factor in side)
         for side, count in zip(product.folded(), terms, strict=True)

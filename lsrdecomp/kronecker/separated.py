@@ -353,7 +353,7 @@ class SeparatedMatrix:
         return self.from_factors(factors, xp.astype(sigma, self.weights.dtype))
 
     def folded(self) -> tuple[Array, ...]:
-        """Return factors with λ_k^{1/d} folded into each: what is stored and trained."""
+        """Return factors with λ_k^{1/d} folded into each, as they are stored and trained."""
         root = self._coefficients ** (1.0 / self.order)
         return tuple(f * root[:, None, None] for f in self.factors)
 

@@ -56,7 +56,7 @@ def divisors(n: int) -> tuple[int, ...]:
 def balanced_split(n: int, order: int = 2) -> tuple[int, ...]:
     """Split ``n`` into ``order`` factors, descending, as equal as its divisors allow.
 
-    Each factor in turn is the divisor nearest above the geometric mean of what is left.
+    Each factor in turn is the divisor nearest above the geometric mean of the remainder.
 
     Parameters
     ----------

@@ -85,7 +85,7 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero") -> Sepa
         Odd sides; its middle entry is the weight of the pixel itself.
     sizes : (rows, columns) of the image
     boundary : str
-        What is beyond the image: ``"zero"``, the other side (``"periodic"``), its mirror image
+        Pixels beyond the image: ``"zero"``, the other side (``"periodic"``), its mirror image
         (``"reflective"``) [1]_.
 
     Returns

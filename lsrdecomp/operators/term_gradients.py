@@ -1,6 +1,6 @@
 """Gradients through sums: of solutions, log-determinants and likelihoods, for torch's tensors.
 
-Values come from NumPy; their derivatives have closed forms, which torch is told here. They are
+Values come from NumPy; their derivatives have closed forms, which torch gets here. They are
 followed once: a second derivative is refused, for the closed forms hold what came from NumPy fixed.
 """
 
@@ -48,7 +48,7 @@ def with_derivative(
     Parameters
     ----------
     value : tensor
-        What is returned.
+        The result.
     expression : tensor
         Of tensors that are `followed_once`; only its derivative is used.
     pull_back : callable (gradient) -> gradient, optional

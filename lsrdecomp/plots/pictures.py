@@ -26,6 +26,19 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's colours, told apart with any colour vision."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 """A second sign beside the colour, for print without colour."""
+METHOD_NAMES = (
+    "LSR",
+    "truncated SVD",
+    "Uni-LoRA",
+    "Fisher cores",
+    "LoRAQuant's split",
+    "LoRA-XS",
+    "rank one in int4",
+)
+"""Ways to make a LoRA smaller, as pictures and pages name them, in the order of both.
+
+Each has the colour and the marker of its place.
+"""
 GREY = "0.45"
 FONT_SIZE = 8.5
 """Points of the words within the axes."""
@@ -81,14 +94,15 @@ def plot_error_curves(
     >>> curves = error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"])
     >>> axes = plot_error_curves(curves, storages=["float16"])
     >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()[:2]]
-    ('parameters', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
+    ('parameters, log scale', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
     """
     ax = ax if ax is not None else new_axes()
     listed = [curves] if isinstance(curves, ErrorCurve) else list(curves)
     # 1. The curves, on logarithmic axes.
-    for i, (curve, label) in enumerate(zip(listed, _labels(listed, labels), strict=True)):
+    names = _labels(listed, labels)
+    for curve, label, place in zip(listed, names, places(names), strict=True):
         x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
-        _line(ax, x, y, i, label)
+        _line(ax, x, y, place, label)
     ax.set_yscale("log")
     if against != "ranks":
         ax.set_xscale("log")
@@ -103,8 +117,8 @@ def plot_error_curves(
     # 4. Reference lines within these axes, and names.
     for limit in limits:
         _reference(ax, limit)
-    names = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
-    dress(ax, names.get(against, against), "relative Frobenius error")
+    words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
+    dress(ax, words.get(against, against), "relative Frobenius error")
     name_lines(ax)
     return ax
 
@@ -150,13 +164,13 @@ def plot_pareto(
     >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
     >>> axes = plot_pareto(pareto_front(error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"])))
     >>> axes.get_xlabel(), axes.get_yscale()
-    ('parameters', 'log')
+    ('parameters, log scale', 'log')
     """
     ax = ax if ax is not None else new_axes()
     shown = [point for point in points if point.size > 0 and point.relative_error > DOUBLE_ROUNDING]
     ax.step(*_sizes_and_errors(shown), where="post", color=GREY, linewidth=1.0, zorder=1)
-    labels = dict.fromkeys(point.label for point in shown)
-    for i, label in enumerate(labels):
+    labels = list(dict.fromkeys(point.label for point in shown))
+    for i, label in zip(places(labels), labels, strict=True):
         run = [point for point in shown if point.label == label]
         x, y = _sizes_and_errors(run)
         marker = _cycled(MARKERS, i)
@@ -188,7 +202,7 @@ def plot_spectra(spectra: Spectrum | Iterable[Spectrum], *, ax: Axes | None = No
     >>> i = np.arange(16.0)
     >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
     >>> plot_spectra([rearranged_spectrum(hilbert, "4x4, 4x4")]).get_ylabel()
-    'λ_k / λ_1'
+    'λ_k / λ_1, log scale'
     """
     ax = ax if ax is not None else new_axes()
     for i, spectrum in enumerate([spectra] if isinstance(spectra, Spectrum) else spectra):
@@ -223,7 +237,7 @@ def plot_sweeps(
     >>> from lsrdecomp.solvers import Sweep
     >>> sweeps = [Sweep(1, 0.5, condition=1.0), Sweep(2, 0.2, condition=1.4)]
     >>> plot_sweeps({"a solve": sweeps}).get_ylabel()
-    'condition γ'
+    'condition γ, log scale'
     """
     ax = ax if ax is not None else new_axes()
     for i, (label, steps) in enumerate(sweeps.items()):
@@ -245,7 +259,8 @@ def plot_shares(
 ) -> Axes:
     """Draw the kept share of an adapter's effect against its size.
 
-    Each way of making it smaller is a line.
+    Each way of making it smaller is a line, in the colour of its method: solid where the label says
+    distilled or trained, dashed where it does not.
 
     Parameters
     ----------
@@ -269,9 +284,9 @@ def plot_shares(
     """
     ax = ax if ax is not None else new_axes()
     ax.set_xscale("log")
-    for i, (label, points) in enumerate(shares.items()):
+    for label, points in shares.items():
         x, y = zip(*sorted(points), strict=True)
-        _line(ax, x, y, i, label)
+        ax.plot(x, y, label=label, **_unlike(ax, line_style(label)))
     if whole is not None:
         ax.axhline(1.0, color=GREY, linewidth=0.8)
         ax.annotate(
@@ -372,6 +387,58 @@ def _line(
     ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=colour, label=label)
 
 
+def line_style(label: str) -> dict[str, Any]:
+    """Return colour, marker and line of a method, the same in every picture.
+
+    Parameters
+    ----------
+    label : str
+        It begins with one of `METHOD_NAMES`, and says "distilled" or "trained" where the numbers
+        were: then the line is solid and its markers are filled, otherwise it is dashed and they
+        are open.
+
+    Examples
+    --------
+    >>> trained, untrained = line_style("LSR, distilled"), line_style("LSR, as compressed")
+    >>> trained["color"] == untrained["color"], trained["linestyle"], untrained["linestyle"]
+    (True, '-', '--')
+    """
+    names = [name for name in METHOD_NAMES if label.startswith(name)]
+    place = METHOD_NAMES.index(max(names, key=len)) if names else len(METHOD_NAMES)
+    is_trained = "distilled" in label or "trained" in label.replace("untrained", "")
+    colour = (*COLOURS, GREY)[place]
+    return {
+        "color": colour,
+        "marker": (*MARKERS, ".")[place],
+        "markersize": 5,
+        "markerfacecolor": colour if is_trained else "none",
+        "linestyle": "-" if is_trained else "--",
+        "linewidth": 1.8 if label.startswith("LSR") else 1.3,
+    }
+
+
+def places(labels: Sequence[str]) -> list[int]:
+    """Return the place of each line in `COLOURS` and `MARKERS`.
+
+    A method has its own; other lines have the free ones, in order.
+
+    Examples
+    --------
+    >>> places(["truncated SVD", "4×4 ⊗ 4×4", "2×8 ⊗ 8×2"])
+    [1, 0, 2]
+    """
+    taken = {METHOD_NAMES.index(label) for label in labels if label in METHOD_NAMES}
+    free = (place for place in range(len(labels) + len(taken)) if place not in taken)
+    return [METHOD_NAMES.index(label) if label in METHOD_NAMES else next(free) for label in labels]
+
+
+def _unlike(ax: Axes, style: dict[str, Any]) -> dict[str, Any]:
+    """Return the style, dotted where axes have a line of that style."""
+    drawn = {(line.get_color(), line.get_linestyle()) for line in ax.get_lines()}
+    is_new = (style["color"], style["linestyle"]) not in drawn
+    return style if is_new else {**style, "linestyle": ":"}
+
+
 def _cycled(values: Sequence[str], i: int) -> str:
     return values[i % len(values)]
 
@@ -449,9 +516,10 @@ def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
 
 
 def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
-    """Give axes the one style: light grid, no box, labels with units."""
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    """Give axes the one style: light grid, no box, labels with units and with the scale."""
+    for axis, label in ((ax.xaxis, xlabel), (ax.yaxis, ylabel)):
+        is_logarithmic = label and axis.get_scale() == "log"
+        axis.set_label_text(f"{label}, log scale" if is_logarithmic else label)
     ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
     ax.spines[["top", "right"]].set_visible(False)
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter

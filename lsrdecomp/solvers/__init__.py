@@ -2,7 +2,7 @@
 
 Two factors
     `SVD`       singular value decomposition of the rearrangement, dense; the best answer
-    `Krylov`    products alone, for few terms: one matrix, a batch, or what is never formed
+    `Krylov`    products alone, for few terms: one matrix, a batch, or an implicit matrix
     `Greedy`    terms of different shapes
 
 Any number of factors

@@ -80,7 +80,7 @@ def choose_solver(
 ) -> Solver:
     """Return the solver that `decompose` takes when none is given.
 
-    For so many terms, or for a tolerance if ``rank`` is None.
+    For a number of terms, or for a tolerance if ``rank`` is None.
 
     Two factors: `choose_svd`. Any other number of factors: alternating least squares, with the
     penalty of the storage type. Factors of 1×1 do not count. `KnownEntries`: `WeightedALS`, which
@@ -98,7 +98,7 @@ def choose_solver(
 def choose_svd(
     shape: KroneckerShape, rank: int | None, *, is_held: bool = True, is_batch: bool = False
 ) -> SVD | Krylov:
-    """Return the solver of two factors, for so many terms or, if ``rank`` is None, a tolerance.
+    """Return the solver of two factors, for a number of terms or, if ``rank`` is None, a tolerance.
 
     All digits of LAPACK's SVD while the smaller side of the rearrangement is at most 32. Beyond,
     its error may exceed the optimum by a thousandth, and the record states by how much: `Krylov`

@@ -32,7 +32,7 @@ class Decomposition(SeparatedMatrix):
     approximation : SeparatedMatrix
         M̂, rounded to ``storage``.
     relative_error : float
-        ‖M − M̂‖_F / ‖M‖_F, measured on what is stored.
+        ‖M − M̂‖_F / ‖M‖_F, measured on the stored numbers.
     status : Status
     storage : str
         Number format of the factors.

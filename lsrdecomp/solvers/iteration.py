@@ -29,7 +29,7 @@ class IterationStep(Generic[StateT]):
 
 
 class SolveProgress:
-    """The records of one solve so far, the callback that is told of them, and the limit on them.
+    """The records of one solve so far, the callback that gets them, and the limit on them.
 
     It is handed down to every loop of a solve, and from one solver to the next, so that records are
     numbered through.

@@ -170,8 +170,8 @@ class Solver(Protocol):
         Parameters
         ----------
         target : Target, shape (m, n)
-            What is approximated: `lsrdecomp.targets`; solvers of this package take what `as_target`
-            takes, too.
+            The matrix to approximate: `lsrdecomp.targets`; solvers of this package take what
+            `as_target` takes, too.
         shape : KroneckerShape
             Sizes of the factors; solvers of this package read ``((16, 16), (8, 8))`` and text, too.
         rank : int, optional

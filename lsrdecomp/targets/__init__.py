@@ -1,4 +1,4 @@
-"""Targets: what is approximated, the norms it is measured in, and the measured error.
+"""Targets: matrices to approximate, the norms they are measured in, and the measured error.
 
 `as_target` chooses one: `Dense` for arrays, `LowRank` for a pair B A, `Sparse` and `Operator` for
 scipy's, `Separated` for a sum of Kronecker products, `RowStream` for a matrix that does not fit

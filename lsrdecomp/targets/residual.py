@@ -54,7 +54,7 @@ def check_sizes(target: tuple[int, int], approximation: tuple[int, int]) -> None
 
 
 def block_height(columns: int, max_entries: int = 2**22) -> int:
-    """Return the rows of a block of a matrix with so many columns.
+    """Return the rows of a block of a matrix, by its columns.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def separated_distance(
     Returns
     -------
     float or None
-        None where `has_twelve_digits` does not hold for the sizes of what is subtracted,
+        None where `has_twelve_digits` does not hold for the sizes of the two matrices,
         ``target_size`` and ‖λ‖.
     """
     factors = approximation.factors

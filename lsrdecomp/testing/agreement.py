@@ -70,7 +70,7 @@ class IdentityCheck(NamedTuple):
 
 
 class Identities:
-    """Identities of one function with the cases they are tried on, those that tell most first."""
+    """Identities of one function with the cases they are tried on, the most telling first."""
 
     def __init__(self) -> None:
         self.checks: list[IdentityCheck] = []

@@ -202,7 +202,7 @@ class Cases:
         return shape
 
     def sides(self, count: int, among: Sequence[int] = SIZES) -> list[int]:
-        """Draw so many sides of matrices."""
+        """Draw sides of matrices."""
         return [self.draw(st.sampled_from(among)) for _ in range(count)]
 
     def matrix(self, shape: tuple[int, int]) -> Array:

@@ -33,7 +33,7 @@ class MethodIdentity:
     attributes : tuple of str
         Usual names of the method, the first that is there is tried.
     identity : str
-        What is checked, in words.
+        The statement, in words.
     expected : callable (matrix, *argument) -> answer
         Of the formed matrix, and of the argument where the method has one.
     argument : str or None
@@ -95,8 +95,8 @@ def check_operator(
         ``solve`` and ``logdet`` are tried on one term alone.
     methods : names, or a mapping from names to callables, optional
         Which of ``matvec matmat matrix transpose adjoint trace inner norm solve logdet`` to try;
-        absent, those that the object has under a usual name. A callable takes the operator and its
-        argument: ``{"solve": lambda A, b: my_solve(A, b)}``.
+        absent, the ones that the object has under a usual name. A callable takes the operator and
+        its argument: ``{"solve": lambda A, b: my_solve(A, b)}``.
     order : int, optional
         Number of factors; absent, one to five.
     **options

@@ -72,7 +72,7 @@ def test_a_curve_is_drawn_as_it_is_but_for_zeros(against, x):
     assert np.array_equal(line(ax, "fast"), np.column_stack([x, (1e-2, 1e-4)]))
     assert legend(ax) == ["fast", "slow"]
     assert ax.get_yscale() == "log"
-    assert ax.get_ylabel() == "relative Frobenius error"
+    assert ax.get_ylabel() == "relative Frobenius error, log scale"
     assert len(plot_error_curves(FAST, against=against).get_lines()) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_front_names_each_curve_once():
     ax = plot_pareto(points, size="bytes")
     assert sorted(legend(ax)) == ["a", "b"]
     assert np.array_equal(line(ax, "a"), [(10, 0.5), (30, 0.1)])
-    assert ax.get_xlabel() == "bytes"
+    assert ax.get_xlabel() == "bytes, log scale"
 
 
 def test_sweeps_show_the_condition_or_the_error():

@@ -10,6 +10,8 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
+from benchmarks.behaviour import demo_picture
+from benchmarks.headline import headline
 from benchmarks.language import (
     from_lora_picture,
     kept_by_bytes_picture,
@@ -17,6 +19,7 @@ from benchmarks.language import (
 )
 from benchmarks.language.rival_results import RivalResults
 from benchmarks.solvers import two_factors
+from lsrdecomp.plots.pictures import COLOURS, MARKERS, METHOD_NAMES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -95,10 +98,67 @@ def test_what_is_kept_by_bytes_has_a_line_a_method_and_training():
     assert drawn == {
         "LSR, distilled": [[0.992, 0.9], [2.992, 0.95]],
         "LSR, as compressed": [[0.992, 0.6]],
-        "Uni-LoRA": [[0.992, 0.867]],
+        "Uni-LoRA, trained": [[0.992, 0.867]],
     }
     assert "3,719" in axes.get_xlabel()
     assert {label.get_text() for label in axes.texts} == set(drawn)
     assert len(axes.containers) == len(drawn)
     ticks = axes.yaxis.get_transform().transform([0.0, 0.9, 0.99])
     assert ticks.tolist() == pytest.approx([0.0, 1.0, 2.0])
+
+
+def drawn_pictures(tmp_path, monkeypatch):
+    """Return the axes of each picture of the pages, and of the demo."""
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    rows = json.loads((RESULTS / "solvers-threads1.json").read_text())["dense"]["rows"]
+    two_factors.figure(rows, tmp_path / "solvers.png")
+    from_lora_picture.main(RESULTS / "from_lora.json", tmp_path / "from-lora.png")
+    demo_picture.main(RESULTS / "demo_function.json", tmp_path / "demo-function.png")
+    kept_by_bytes_picture.main(RESULTS / "rivals.json", tmp_path / "kept-by-bytes.png")
+    rivals_picture.main(RESULTS / "rivals.json", tmp_path / "small-adapters.png")
+    return [axes for figure in saved for axes in figure.axes]
+
+
+def test_an_axis_that_is_not_linear_says_so_in_words(tmp_path, monkeypatch):
+    axes = drawn_pictures(tmp_path, monkeypatch)
+    labels = [
+        axis.get_label_text()
+        for each in axes
+        for axis in (each.xaxis, each.yaxis)
+        if axis.get_scale() != "linear" and axis.get_label_text()
+    ]
+    assert len(labels) >= 10
+    assert [label for label in labels if "log scale" not in label] == []
+
+
+def test_a_method_has_one_colour_and_one_marker_and_training_one_line(tmp_path, monkeypatch):
+    seen = {}
+    for axes in drawn_pictures(tmp_path, monkeypatch):
+        title = axes.get_figure().get_suptitle()
+        for line in axes.get_lines():
+            label = line.get_label()
+            name = next((each for each in METHOD_NAMES if label.startswith(each)), None)
+            if name is None:
+                continue
+            is_trained = any(word in label + title for word in ("trained", "distilled"))
+            assert (line.get_linestyle() == "-") == is_trained, label
+            filled = "none" if not is_trained else line.get_color()
+            assert line.get_markerfacecolor() == filled, label
+            seen.setdefault(name, set()).add((line.get_color(), line.get_marker()))
+    assert set(seen) == set(METHOD_NAMES[:5])
+    place = {name: METHOD_NAMES.index(name) for name in seen}
+    assert seen == {name: {(COLOURS[i], MARKERS[i])} for name, i in place.items()}
+
+
+def test_the_front_doors_figure_is_marked_in_its_picture(tmp_path, monkeypatch):
+    *_, axes = (
+        each
+        for each in drawn_pictures(tmp_path, monkeypatch)
+        if "total size on disk" in each.get_xlabel()
+    )
+    told = headline()
+    words = " ".join(text.get_text() for text in axes.texts)
+    assert f"{told.sizes[1]}, {told.share}" in words
+    stars = [line for line in axes.get_lines() if line.get_marker() == "*"]
+    assert [tuple(star.get_xydata()[0]) for star in stars] == [(told.bytes / 1000, told.kept)]

@@ -161,27 +161,51 @@ def test_inspect_and_curve(small, tmp_path):
     assert labels[0] == "truncated SVD"
 
 
-def test_demo_runs_and_measures_what_it_wrote(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compress", "missing argument 'adapter'"),
+        ("compress x --ratio many --out y", "--ratio: numbers such as 48 or 96,48,19, got 'many'"),
+        ("compress x --rato 4 --out y", "no such option: --rato"),
+        ("compres x", "no such command 'compres'. Did you mean 'compress'?"),
+        ("--foo", "no such option: --foo"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_told_in_the_one_voice_of_errors(line, said):
+    done = run_command(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    (told,) = done.stderr.splitlines()
+    assert told.startswith(f"lsrdecomp: {said}")
+    assert re.search(r"Try 'lsrdecomp( \w+)? -h' for help\.$", told)
+
+
+def test_demo_says_in_ten_lines_what_it_made_and_keeps(tmp_path):
+    done = run_command("demo", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) <= 10
+    assert "verified from their files" in done.stdout
+    assert (tmp_path / "demo-output" / "kept.png").stat().st_size > 10_000
+    rows = json.loads((DEMO.parent / "demo_kept.json").read_text())["rows"]
+    shares = {row["method"]: row["share"] for row in rows if row.get("ratio") == 48.0}
+    assert f"it kept {100 * shares['lsr-kfac']:.0f} % of what the LoRA gains" in done.stdout
+    rival = f"truncated SVD of that size kept {100 * shares['svd-kfac']:.0f} %."
+    assert rival in done.stdout
+    assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
+
+
+def test_demo_prints_more_when_asked_and_writes_a_report(tmp_path):
     (tmp_path / "demo-output").mkdir()
-    done = run_command("demo", "--report", cwd=tmp_path)
+    done = run_command("demo", "--report", "--verbose", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Wrote demo-output/report.html." in done.stdout
     page = (tmp_path / "demo-output" / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     assert "48 times fewer parameters" in page
-    assert (tmp_path / "demo-output" / "kept.png").stat().st_size > 10_000
-    verified = "Verified: the errors of both, measured again from the files, are those recorded."
-    assert verified in done.stdout
-    rows = json.loads((DEMO.parent / "demo_kept.json").read_text())["rows"]
-    shares = {row["method"]: row["share"] for row in rows if row.get("ratio") == 48.0}
-    kept = f"Keeps {100 * shares['lsr-kfac']:.0f} % of the LoRA's reduction of the loss"
-    assert kept in done.stdout
-    rival = f"truncated SVD of that size keeps {100 * shares['svd-kfac']:.0f} %."
-    assert rival in done.stdout
     ours = float(re.search(r"\(Fisher norm\) ([0-9.]+):", done.stdout)[1])
     svd = float(re.search(r"parameters: ([0-9.]+) in the same norm", done.stdout)[1])
     assert ours < 0.75 * svd
-    assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
+    (repeat,) = re.findall(r"^  (.* compress .*--force)$", done.stdout, re.MULTILINE)
+    assert "--statistics" in repeat
 
 
 def test_fleet_reports_the_one_that_fails(tmp_path):

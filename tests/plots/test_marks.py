@@ -250,7 +250,11 @@ def test_a_picture_is_of_the_kind_its_ending_says_and_always_the_same(ending, tm
         ),
     ],
 )
-def test_axes_say_what_they_count(draw, labels, scales):
+def test_axes_say_what_they_count_and_where_they_are_logarithmic(draw, labels, scales):
     ax = draw()
-    assert (ax.get_xlabel(), ax.get_ylabel()) == labels
+    said = [
+        f"{label}, log scale" if scale == "log" else label
+        for label, scale in zip(labels, scales, strict=True)
+    ]
+    assert [ax.get_xlabel(), ax.get_ylabel()] == said
     assert (ax.get_xscale(), ax.get_yscale()) == scales

@@ -72,7 +72,7 @@ class Base:
     It is how to run a batch (``outputs``), and what its output is (``head``). For a model of one's
     own, whose outputs are numbers, a module is enough where a base is asked for (`own_base`).
 
-    What is said of an adapter is empty for a plain base.
+    Attributes of an adapter are empty for a plain base.
     """
 
     name: str

@@ -76,7 +76,7 @@ def examples_in(batch: Batch) -> int:
 def split_rows(batch: Batch) -> list[dict[str, Any]]:
     """Return a batch of one row for each row of a batch.
 
-    Tensors without that number of rows, and what is no tensor, are the same in all of them.
+    Tensors without that number of rows, and other values, are the same in all of them.
     """
     size = n_rows(batch)
 

@@ -51,7 +51,7 @@ class GradientRecorder:
     For each batch:
 
     1. `clear` forgets calls of other forward passes.
-    2. In the forward pass hooks count the calls of each module, and record those that have
+    2. In the forward pass hooks count the calls of each module, and record calls that have
        gradients. In a block whose activations are recomputed, calls are counted now and recorded
        when the block runs again in the backward pass.
     3. `backward` runs the backward pass, in which hooks call `add_gradient`. When all calls of a

@@ -26,7 +26,7 @@ class Example:
     Attributes
     ----------
     number : int
-        Its place among the examples; the seed of what is drawn for it.
+        Its place among the examples; the seed of its draws.
     inputs : object
         A batch of one row, or the prompt of an image; None if all is drawn.
     """
@@ -68,7 +68,7 @@ SENTENCES = "sentences of the package, not of the LoRA's task"
 
 
 def n_selection_texts(held_out: int, *, trains: bool) -> int:
-    """Return the number of texts to select variants by, beside so many that are held out.
+    """Return the number of texts to select variants by, beside a number of held-out ones.
 
     Fewer than 30 would select by luck, so that none are. Where variants are trained there are more:
     the same texts then say when a training ends, and no others are set aside for that.
@@ -254,7 +254,7 @@ def _beginning(item: Item) -> str:
 
 
 def n_characters(item: Item) -> int:
-    """Return the characters of a text, to sort by; 0 for what is none."""
+    """Return the characters of a text, to sort by; 0 for other values."""
     if isinstance(item, Path | Example):
         return 0
     if isinstance(item, PromptExample):

@@ -62,7 +62,7 @@ def tokenize(
     answers: str = "completion",
     truncate: bool = False,
 ) -> list[TokenizedExample]:
-    """Return the tokens of each example, with those that are to be predicted.
+    """Return the tokens of each example, with the ones to predict.
 
     Parameters
     ----------

@@ -129,7 +129,7 @@ def write_texts(
     count : int
         Maximum texts.
     max_length : int, optional
-        Maximum tokens of a text with its answer; absent, those that the model can read.
+        Maximum tokens of a text with its answer; absent, the most that the model can read.
     journal : Journal, optional
         Keeps what was written, so that a killed run goes on.
     on_step : callable, optional

@@ -1,6 +1,6 @@
 """`lsrdecomp.compress`: compress a LoRA to a size, an error, or a measured share that is kept.
 
-Torch is loaded only where a base is given, which runs on texts to measure what is kept.
+Torch is loaded only where a base is given, which runs on texts to measure the kept share.
 
 From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
 
@@ -118,14 +118,14 @@ def compress(
     base : str, path, module or Base, optional
         The base model, by name or directory: of transformers, for texts, images, sounds or
         embeddings, or of diffusers. Or any ``nn.Module`` whose outputs are numbers; for other
-        outputs of a model of your own a `lora.base.base_model.Base`. With it, what is kept is
-        measured: ``result.fidelity``.
+        outputs of a model of your own a `lora.base.base_model.Base`. With it, the kept share
+        is measured: ``result.fidelity``.
     data : path or iterable, optional
         With ``base``: texts of the task, without labels; of fewer than 32 a language model writes
         more, and without any its own. Or a folder of images or sounds; prompts of a diffusion
         model, which needs none; for a model of your own batches of its arguments.
     distill : int, optional
-        With ``base``: also train on the LoRA's answers, for so many steps.
+        With ``base``: also train on the LoRA's answers, for this number of steps.
     statistics : Statistics, str or path, optional
         Statistics of the layers, so that errors count by their effect on the model's outputs: a
         directory that `lsrdecomp calibrate` wrote, or what `read_statistics` returned. With
@@ -311,10 +311,10 @@ class MeasuredCompression(Compression):
 
 
 def _shown_answers(answers: list[AnswerPair], n_differing: int) -> tuple[AnswerPair, ...]:
-    """Return answers to show: some that differ, then others until there are six."""
+    """Return answers to show: some that differ, then two that are the same."""
     differing = [pair for pair in answers if not pair.matches][:n_differing]
     matching = [pair for pair in answers if pair.matches]
-    return (*differing, *matching[: max(0, 6 - len(differing))])
+    return (*differing, *matching[:2])
 
 
 def _compress_measured(

@@ -134,7 +134,7 @@ class PlanGoal:
 
 
 class ShareGoal:
-    """The goal of a share: the smallest variant that keeps it, of those that a search offers.
+    """The goal of a share: the smallest variant of a search that keeps it.
 
     Sizes are bytes where the storage is ``auto``, else parameters. The *size* of a variant is that
     of its layers; its *total size* in bytes also has the head that the LoRA brings along, which is

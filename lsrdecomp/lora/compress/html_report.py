@@ -140,10 +140,16 @@ def _chart(compression: Compression, curves: Sequence[ErrorCurve]) -> tuple[str,
             total = compression.totals
             here = (float(total.parameters), total.relative_error)
             return error_charts(curves, here, total.parameters_before), ""
+        # One point a version: what was written has its circle, what was trained its last share.
+        others = [one for one in tried if one.parameters != compression.totals.parameters]
         series = []
-        for label, share in (("untrained", "kept"), ("trained", "distilled")):
-            measured = [(float(one.bytes), getattr(one, share)) for one in tried]
-            points = sorted((size, kept) for size, kept in measured if kept is not None)
+        for label, is_trained in (("LSR, as compressed", False), ("LSR, distilled", True)):
+            points = sorted(
+                (float(one.bytes), share)
+                for one in others
+                if bool(one.steps) == is_trained
+                and (share := one.distilled if is_trained else one.kept) is not None
+            )
             if points:
                 series.append(Series(label, points))
         if svd is not None and svd.kept is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, new_axes
+from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, line_style, new_axes, places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ def share_charts(
     """
 
     def draw(ax: Axes, size: ChartSize) -> None:
-        labels = [_points(ax, i, one) for i, one in enumerate(series)]
+        labels = [_points(ax, one, line_style(one.label)) for one in series]
         x, y, error = chosen
         ax.errorbar(
             [x], [y], [error], fmt="o", markersize=10, markerfacecolor="none",
@@ -141,7 +141,9 @@ def error_charts(
         return ""
 
     def draw(ax: Axes, size: ChartSize) -> None:
-        labels = [_points(ax, i, one) for i, one in enumerate(series)]
+        order = places([one.label for one in series])
+        styles = [{"color": COLOURS[place], "marker": MARKERS[place]} for place in order]
+        labels = [_points(ax, *drawn) for drawn in zip(series, styles, strict=True)]
         sizes = [float(lora), *(at for one in series for at, _ in one.points)]
         if chosen is not None and min(chosen) > 0.0:
             ax.plot([chosen[0]], [chosen[1]], "o", markersize=10, fillstyle="none", color=TEXT)
@@ -169,13 +171,12 @@ def _bytes_text(value: float) -> str:
     return f"{value:.4g} B"
 
 
-def _points(ax: Axes, i: int, series: Series) -> Label:
+def _points(ax: Axes, series: Series, style: dict[str, Any]) -> Label:
     """Draw a series; return its label, at its largest size."""
     x, y = zip(*series.points, strict=True)
-    colour = COLOURS[i]
     line = "-" if series.is_joined else "none"
-    ax.plot(x, y, linestyle=line, marker=MARKERS[i], markersize=5, linewidth=1.5, color=colour)
-    return series.label, x[-1], y[-1], colour
+    ax.plot(x, y, **{"markersize": 5, "linewidth": 1.5, **style, "linestyle": line})
+    return series.label, x[-1], y[-1], style["color"]
 
 
 def _size_axis(ax: Axes, sizes: Sequence[float]) -> None:

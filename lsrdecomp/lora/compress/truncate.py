@@ -65,7 +65,7 @@ def truncate(
     to : str
         "same", to write it in its own format, or "mlx".
     base, data, keep, settings : optional
-        As `lsrdecomp.compress` has them: a base on which what is kept is measured, on data. With
+        As `lsrdecomp.compress` has them: a base on which the kept share is measured, on data. With
         ``keep`` the fewest numbers that keep so much of the LoRA's effect are found. Layers that
         the base does not run on its data, such as those of a text encoder of images, are copied.
     on_step : callable, optional

@@ -4,8 +4,8 @@
    layers change its outputs.
 2. `truncation` cuts the singular values of all layers in that norm at one threshold, which keeps
    the components that act most for their numbers.
-3. For a share, `size_search` finds the fewest numbers that keep it, on selection data. What is
-   reported is measured on others, which are held out.
+3. For a share, `size_search` finds the fewest numbers that keep it, on selection data. Reported
+figures are of others, which are held out.
 """
 
 from __future__ import annotations

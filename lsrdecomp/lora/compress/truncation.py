@@ -6,7 +6,7 @@ values and once to be written, and no layer stays in memory.
 
 With a base the singular values are those of the norm in which errors change its outputs (see
 `Evaluator.statistics`), so that one threshold over all layers keeps the components that act most,
-and what is kept is measured.
+and the kept share is measured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOTHING_FITS = (
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Images of one prompt and seed, as PNG files: by the base, by the LoRA and by what is left."""
+    """Images of one prompt and seed, as PNG files: by the base, the LoRA and its remainder."""
 
     prompt: str
     seed: int
@@ -75,7 +75,7 @@ class Truncation:
     source : Checkpoint
     plan : CompressionPlan
     layers : tuple of Layer
-        Those that are truncated; others of the source are carried as they are.
+        The truncated ones; others of the source are carried as they are.
     sigma : tuple of Array
         The singular values of each layer.
     ranks : tuple of int
@@ -85,13 +85,13 @@ class Truncation:
     to : str
         The format that is written: "same", the source's, or "mlx".
     fidelity : Fidelity, optional
-        With a base: what is kept of the LoRA's effect, as written.
+        With a base: the share of the LoRA's effect that the files keep.
     tried : tuple of Measurement
         With a base: every size that was measured, in order.
     by_energy : Measurement, optional
         With a base: a truncation to as many numbers by the weights alone, for comparison.
     pictures : tuple of Pictures
-        With a base that makes images and ``examples``: so many images side by side.
+        With a base that makes images and ``examples``: that number of images side by side.
 
     Examples
     --------
@@ -208,7 +208,7 @@ class Truncation:
     def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
         """Write the adapter in the format of its source, or in ``to``, without layers of rank 0.
 
-        Its record has the error of what is written. See `lsrdecomp.lora.files.write_pairs`.
+        Its record has the error of the written numbers. See `lsrdecomp.lora.files.write_pairs`.
         """
         recorded: dict[str, Any] = {"layers": {}}  # gets its total when the last pair was measured
         return write_pairs(

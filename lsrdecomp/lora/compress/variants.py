@@ -183,7 +183,7 @@ class VariantCache:
         return self.evaluator.distillation_data(self.steps)
 
     def prune(self, variant: CompressedVariant, share: float) -> CompressedVariant:
-        """Leave out terms of a trained variant, and measure what is left.
+        """Leave out terms of a trained variant, and measure the rest.
 
         Parameters
         ----------

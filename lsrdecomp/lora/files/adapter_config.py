@@ -1,4 +1,4 @@
-"""adapter_config.json: its fields read as what they should be, and those that are written again."""
+"""adapter_config.json: its fields read with their types, and the ones that are written again."""
 
 from __future__ import annotations
 

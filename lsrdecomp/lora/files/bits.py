@@ -65,7 +65,7 @@ class BitReader:
         self._position = 0
 
     def fixed(self, width: int) -> int:
-        """Read an integer of so many bits."""
+        """Read an integer of a number of bits."""
         end = self._position + width
         if end > len(self._digits):
             raise ValueError(f"{width} bits are needed at bit {self._position}")
@@ -85,18 +85,18 @@ class BitReader:
         return self.fixed(width) - (1 << order)
 
     def integers(self, count: int) -> list[int]:
-        """Read so many integers, of which each takes a bit at least."""
+        """Read a number of integers, of which each takes a bit at least."""
         self.check_count(count)
         return [self.integer() for _ in range(count)]
 
     def check_count(self, count: int) -> None:
-        """Raise `ValueError` if there are fewer bits than so many things need."""
+        """Raise `ValueError` if there are fewer bits than the count of things needs."""
         if count > len(self._digits):
             raise ValueError(f"{count} integers in {len(self._digits)} bits")
 
 
 def width_of(count: int) -> int:
-    """Return the bits of a fixed width that tell so many values apart.
+    """Return the bits of a fixed width that tell a number of values apart.
 
     >>> [width_of(count) for count in (0, 1, 2, 12)]
     [0, 0, 1, 4]

@@ -64,7 +64,7 @@ class IntegerReader(Protocol):
         """Read an integer from 0 on."""
 
     def integers(self, count: int) -> list[int]:
-        """Read so many."""
+        """Read a number of them."""
 
 
 MakeEntry = Callable[..., list[Any]]

@@ -32,7 +32,7 @@ def bytes_to_open(weights: Path) -> int:
 
 
 def regular_file_size(path: Path) -> int:
-    """Return the bytes in a regular file, or refuse what is none.
+    """Return the bytes in a regular file, or refuse anything else.
 
     Symbolic links are followed: the Hugging Face cache is made of them.
 

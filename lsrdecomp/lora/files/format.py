@@ -242,7 +242,7 @@ class AdapterFormat(Protocol):
         """Return whether `read` is to be asked, from the config and the tensors' names alone.
 
         Reads no numbers and raises nothing: a damaged file of this format matches, so that `read`
-        says what is wrong.
+        names the fault.
         """
         ...
 
@@ -330,7 +330,7 @@ def drop_orphan_alphas(
 
 
 def set_aside(bundle: Bundle, suffixes: Mapping[str, str]) -> tuple[Bundle, dict[str, str]]:
-    """Take out what is no pair: parts of other methods, and the layers that they are a part of.
+    """Take out all but pairs: parts of other methods, and the layers that they are a part of.
 
     Parameters
     ----------
@@ -398,7 +398,7 @@ def group_by_module(
     Raises
     ------
     UnsupportedError
-        For a part of another method. With PEFT's prefix it is told by its word too, without by its
+        For a part of another method. With PEFT's prefix it is known by its word too, without by its
         ending alone.
     CheckpointError
         If a module has two tensors of one role.

@@ -76,7 +76,7 @@ class Integrity:
     has_digests : bool
         Whether there is any digest that the numbers were held to.
     contradicts_header : bool
-        Whether the numbers are not those that their own header has the digest of.
+        Whether the numbers differ from the digest in their own header.
     """
 
     changed: tuple[str, ...]

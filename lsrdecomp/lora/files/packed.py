@@ -76,7 +76,7 @@ class IndexEntry:
     label : str
         Structure and sizes, as tables show them.
     read : callable
-        From a `Reader` of so many bytes to the layer as it is stored.
+        From a `Reader` of its bytes to the layer as it is stored.
     has_unstored : bool
         Whether the factors hold numbers that no byte was stored for; a smaller limit then guards
         memory.
@@ -147,7 +147,7 @@ class Reader:
         self.position = 0
 
     def take(self, count: int) -> bytes:
-        """Return so many bytes."""
+        """Return the next bytes, by their number."""
         if self.position + count > self.packed.size:
             raise ValueError(
                 f"{count} bytes are needed at byte {self.position} of {self.packed.size}"
@@ -186,6 +186,6 @@ class Reader:
         return unpack(np.frombuffer(content, np.uint8), bits, shape)
 
     def digits(self, bits: int, count: int) -> Codes:
-        """Read so many integer codes that are digits of numbers."""
+        """Read a number of integer codes that are digits of numbers."""
         content = self.take(packed_digits_size(count, bits))
         return unpack_digits(np.frombuffer(content, np.uint8), bits, (count,))

@@ -22,7 +22,7 @@ class ProgressUpdate:
     total : int
         0 if not known.
     unit : str
-        What is counted.
+        The things that are counted.
     share : float, optional
         Estimated share of the whole run that is done, where it has more than this stage. It never
         falls within a run.
@@ -58,7 +58,7 @@ class Counter:
         self.add(0)
 
     def add(self, count: int = 1) -> None:
-        """Count so many more as done."""
+        """Count a number more as done."""
         self._done += count
         if self._on_step is not None:
             self._on_step(ProgressUpdate(self.stage, self._done, self._total, self._unit))
@@ -67,8 +67,8 @@ class Counter:
 class PlannedSteps:
     """Reports progress as a share of a whole run, whose steps and their weights are planned.
 
-    A step may have several stages, and how many is not known: each fills a part of what is left of
-    its step, so that the share rises within a step and jumps to its end with the next.
+    A step may have several stages, and how many is not known: each fills a part of the rest of its
+    step, so that the share rises within a step and jumps to its end with the next.
 
     Parameters
     ----------

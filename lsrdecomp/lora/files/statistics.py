@@ -12,7 +12,7 @@ first in its header (since 0.4). For each module and each side, ``input`` (C, n 
 mean C ≈ V diag(λ) Vᵀ + ρ (I − V Vᵀ). In the full form q = n and ρ is without effect. Scale: with
 both weights as stored, ½ ‖G^½ (ΔW − ΔŴ) C^½‖_F² estimates, to second order, the KL divergence in
 nats that putting ΔŴ in place of ΔW in this one layer causes, per example (per predicted token for
-language models). How C and G are measured is told in `lsrdecomp.lora.base.calibrate`.
+language models). How C and G are measured: `lsrdecomp.lora.base.calibrate`.
 """
 
 from __future__ import annotations

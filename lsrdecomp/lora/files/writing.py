@@ -102,7 +102,7 @@ def check_output_path(out: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def check_output_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -> None:
-    """Refuse now what `new_file` would later: `check_output_path`, and what is there already.
+    """Refuse now what `new_file` would later: `check_output_path`, and existing files.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def check_output_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = F
     Raises
     ------
     CheckpointError
-        Saying what is there.
+        Naming the existing path.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def check_output_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = F
 
 
 def check_output_directory(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
-    """Refuse now what `new_directory` would later: `check_output_path`, and what is there already.
+    """Refuse now what `new_directory` would later: `check_output_path`, and existing files.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def check_output_directory(out: Path, inputs: Iterable[Path] = (), force: bool =
     Raises
     ------
     CheckpointError
-        Saying what is there.
+        Naming the existing path.
 
     Examples
     --------
@@ -234,7 +234,7 @@ def new_file(
     out : str or Path
         Directories above it are made.
     inputs : iterable of Path
-        What is read to write it.
+        Paths that are read to write it.
     force : bool
         Replace a regular file.
     clears_leftovers : bool
@@ -408,7 +408,7 @@ def remove_leftovers(out: Path, age: float = 60.0) -> list[Path]:
     out : Path
         The output beside which they lie.
     age : float
-        Seconds; what was made or dated within so many of now stays, since a run may be about to
+        Seconds; what was made or dated within that time of now stays, since a run may be about to
         take its lock. By hand.
 
     Returns

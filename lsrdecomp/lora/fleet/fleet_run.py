@@ -155,7 +155,7 @@ def run_fleet(
     shard : (int, int), optional
         Which part of the names, and of how many: ``(3, 8)`` is the third of eight. Hosts that share
         a file system can each run one at the same time, and a call without it, when they are done,
-        runs what is left and returns the outcomes of all. Each part searches for itself.
+        runs the rest and returns the outcomes of all. Each part searches for itself.
     on_step : callable, optional
         Called with a `ProgressUpdate` as adapters end, in whichever state.
     on_note : callable, optional
@@ -538,8 +538,8 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     Returns
     -------
     dict
-        Number of adapters in each state, and of parameters before and after. Those that are
-        orphaned are counted apart.
+        Number of adapters in each state, and of parameters before and after. Orphaned ones
+        are counted apart.
 
     Examples
     --------

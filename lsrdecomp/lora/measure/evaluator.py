@@ -94,7 +94,7 @@ class Evaluator:
     texts : sequence of texts
         Split by seed into held-out, selection and calibration texts, as `split_texts` does. If they
         are too few the model writes texts itself (`lora.base.written_texts`) that are split so;
-        those that were given are calibration texts then.
+        given texts are calibration texts then.
     settings : EvaluatorSettings, optional
     chooses : bool
         Whether one of many variants will be selected by what they keep. If enough texts are held
@@ -253,20 +253,19 @@ class Evaluator:
         return self.meter.compare(self.base.with_adapter(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
-        """Return the answers of the LoRA and of a written variant to the first held-out texts.
+        """Return the answers of the LoRA and of a written variant to held-out texts.
 
-        Answers are classes or greedy completions, to ``limit`` texts at most. There are none to
-        texts without a prompt, and none of outputs that are numbers.
+        Answers are the classes of all of them, or greedy completions of the first ``limit``. There
+        are none to texts without a prompt, and none of outputs that are numbers.
         """
         self.announce("answering in words")
         variant = self.base.with_adapter(written)
-        texts = self.held_out[:limit]
         if self.source.batches is not None:
             return []
         if self.source.head is Head.classification:
-            return self._compare_classes(variant, texts)
+            return self._compare_classes(variant, self.held_out)
         if self.source.head is Head.causal_lm:
-            return self._compare_completions(variant, texts)
+            return self._compare_completions(variant, self.held_out[:limit])
         return []
 
     def _compare_classes(self, variant: Base, texts: Sequence[Item]) -> list[AnswerPair]:
@@ -457,8 +456,11 @@ class Evaluator:
 
 
 def _class_names(base: Base, batch: Batch) -> list[str]:
-    """Return the name of the class that a model predicts for each example."""
+    """Return the name of the class that a model predicts for each example.
+
+    A class that nobody named is told by its number.
+    """
     names: Any = base.model.config.id2label  # type: ignore[union-attr]
     with torch.no_grad():
         predicted = forward(base, batch).logits.argmax(-1)
-    return [str(names[int(index)]) for index in predicted]
+    return [str(names[int(index)]).replace("LABEL_", "class ") for index in predicted]

@@ -150,7 +150,7 @@ class Fidelity(Behaviour):
         return wilson_interval(self.n_matching, self.answered) if self.answered else None
 
     def sentence(self) -> str:
-        """Return what is kept as one sentence, without its subject."""
+        """Return the kept share as one sentence, without its subject."""
         kept, divergence, *others = self._clauses()
         return " · ".join([f"{kept} ({divergence})", *others])
 

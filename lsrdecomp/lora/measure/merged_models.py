@@ -67,7 +67,7 @@ class MergedModel:
     def open(cls, path: str | Path, base: str | Path, source: Checkpoint) -> MergedModel:
         """Open a merged model and its base, whose tensors are read when asked for.
 
-        The storage is told by the weights that the LoRA ``source`` adapts.
+        The storage is that of the weights that the LoRA ``source`` adapts.
         """
         packed = _packing(Path(path))
         weights = _weights(path)

@@ -88,7 +88,7 @@ class Comparison:
     not_compared : int
         Layers of the LoRA whose weights were not.
     fidelity : Fidelity, optional
-        With a base: what is kept of the LoRA's effect.
+        With a base: the share of the LoRA's effect that is kept.
     server : ServerMeasurement, optional
         What a server makes of an adapter that can be switched off there.
 
@@ -232,7 +232,7 @@ def measure(
     Returns
     -------
     Comparison
-        A verdict, reasons with codes, and what is kept.
+        A verdict, reasons with codes, and the kept share.
 
     Raises
     ------

@@ -95,7 +95,7 @@ class Verification:
     recorded : bool
         Whether there is any record to compare with.
     contradicts_header : bool
-        Whether the numbers are not those that their own header has the digest of.
+        Whether the numbers differ from the digest in their own header.
 
     Examples
     --------

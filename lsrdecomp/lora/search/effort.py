@@ -20,7 +20,7 @@ class ResourceLimits:
     Attributes
     ----------
     pair_entries : int
-        Maximum entries of LoRA pairs that are solved together, and of those that are kept in
+        Maximum entries of LoRA pairs that are solved together, and of pairs that are kept in
         memory: 8 MiB. One layer may be larger.
     norm_entries : int
         The same for the weights of their norms.

@@ -194,8 +194,8 @@ class Layer:
     ) -> tuple[tuple[np.ndarray, np.ndarray], float]:
         """Return both sides of a truncation in a storage type, and ‖ΔW − B̂ Â‖_F of what is read.
 
-        With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). What is
-        cut, C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
+        With the errors E and F of the sides U and V, the difference is C − (E V + B̂ F). The cut,
+        C, is orthogonal to both sides, so of its inner product with the rest only ⟨C, E F⟩ is
         left. That takes products of thin matrices and no QR decomposition, block by block.
 
         Parameters

@@ -104,8 +104,8 @@ def best_plain_svd(
 
     Notes
     -----
-    Singular values tell what each form is expected to lose of Gaussian numbers; those that may be
-    best are compared on a sample of layers. O((m + n) r²) a layer that is rounded.
+    Singular values tell what each form is expected to lose of Gaussian numbers; the promising ones
+    are compared on a sample of layers. O((m + n) r²) a layer that is rounded.
     """
     squares = [layer.sigma**2 for layer in layers]
     squared_norm = math.fsum(float(square.sum()) for square in squares)

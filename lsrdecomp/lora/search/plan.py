@@ -362,7 +362,7 @@ class Budget:
     only_lsr : bool
         Whether every layer that has LSR products must be one of them.
     storages : tuple of str, optional
-        Those that layers may have; absent, all of the table.
+        Storages that layers may have; absent, all of the table.
     min_rank, max_rank : int, optional
         Bounds on the rank of a layer; one that has a lower rank keeps it.
 

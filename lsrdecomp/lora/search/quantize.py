@@ -133,7 +133,7 @@ def _positive_falling(side: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def coded_size(parameters: int, ranks: tuple[int, int], bits: int) -> int:
-    """Return the bytes that codes of a product of so many numbers and terms take, nearly always."""
+    """Return the bytes that codes of a product take, by its numbers and terms, nearly always."""
     if bits <= MAX_BITS_OF_SHORT_SCALES:
         return packed_digits_size(parameters, bits) + sum(ranks) - 2 + LEVEL_BYTES
     return packed_size(parameters, bits) + 2 * sum(ranks) + 2

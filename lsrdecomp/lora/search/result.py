@@ -61,10 +61,10 @@ class Compression:
     effect : float, optional
         KL(LoRA ‖ no adapter) in nats per prediction, if the statistics are of this LoRA.
     fidelity : Fidelity, optional
-        What is kept of the LoRA's effect, if that was measured on a base.
+        The share of the LoRA's effect that is kept, if that was measured on a base.
     tried, mismatches, answers, truncated_svd
         Other measurements on the base: other sizes, texts answered differently, the answers to
-        some texts with those that differ first, truncated SVD.
+        some texts, differing ones first, truncated SVD.
     file_bytes : int, optional
         Bytes of weight file and config, for a plan of bytes that was filled.
     is_nearest : bool
@@ -210,8 +210,7 @@ class Compression:
         source = self.source.path if adapter is None else adapter
         words = [program, "compress", shlex.quote(str(source))]
         for name, value in self.settings.items():
-            option = "calibrated" if name == "statistics" else name.replace("_", "-")
-            words.append(f"--{option}")
+            words.append(f"--{name.replace('_', '-')}")
             if isinstance(value, list):
                 words.append("x".join(map(str, value)))
             elif isinstance(value, float):

@@ -224,7 +224,7 @@ def fit_budget(table: SearchTable, budget: Budget) -> FittedLayers:
     Parameters
     ----------
     table : SearchTable
-        From `search_layers`. It grows by what is solved for the budget, and serves any number of
+        From `search_layers`. It grows by layers solved for the budget, and serves any number of
         budgets.
     budget : Budget
 

@@ -123,7 +123,7 @@ def _coarse_grid_suffices(table: SearchTable, i: int) -> bool:
 
 
 def try_neighbours(table: SearchTable, chosen: Sequence[TableEntry], rate: float) -> bool:
-    """Try neighbours of the chosen shapes, and solve those that pay; return whether any were.
+    """Try neighbours of the chosen shapes, and solve the worthwhile ones; return whether any were.
 
     Shapes of different sizes are compared by the Lagrangian of the budget, the loss plus ``rate``
     times the parameters.
@@ -303,8 +303,8 @@ class _Refining:
 def refine(table: SearchTable, chosen: Sequence[TableEntry], *, together: bool = True) -> bool:
     """Refine the chosen LSR products by more sweeps, and measure them in the whole norm.
 
-    Products are swept in rounds. After each, those that gain little are finished, so that no batch
-    waits for its slowest layer.
+    Products are swept in rounds. After each, products that gain little are finished, so that no
+    batch waits for its slowest layer.
 
     Parameters
     ----------

@@ -425,8 +425,8 @@ class SearchTable:
     def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:
         """Choose the candidate of each layer for a budget.
 
-        Layers take the steepest steps along the lower convex hulls of their losses [1]_, and what
-        is left of the budget goes to single changes and exchanges. The result is never worse than
+        Layers take the steepest steps along the lower convex hulls of their losses [1]_, and the
+        rest of the budget goes to single changes and exchanges. The result is never worse than
         the best choice of truncated SVDs in the same norm.
 
         Raises

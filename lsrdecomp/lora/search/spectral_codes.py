@@ -256,7 +256,7 @@ def pair_code(layer: Layer) -> SpectralCode:
 
 
 def own_vectors(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    """Return columns (m, k), sizes and rows (k, n) of the pair itself, those that are not zero."""
+    """Return columns (m, k), sizes and rows (k, n) of the pair itself, without zeros."""
     pair = layer.pair
     left, right = to_numpy(pair.left), to_numpy(pair.right)
     column_norms = np.linalg.norm(left, axis=0)

@@ -35,7 +35,7 @@ def compressed_start(
     settings : FinetuneSettings
     dataset : Dataset
     directory : Path
-        Where adapter and statistics are written. What is there already is not made again.
+        Where adapter and statistics are written. Existing files are not made again.
     max_examples : int, optional
         Training examples that the statistics are of, each of which costs a pass forward and back;
         128 of a language model, which each have many predictions, and 512 of a classifier if None.

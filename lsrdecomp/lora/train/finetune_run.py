@@ -159,7 +159,7 @@ def evaluate(settings: FinetuneSettings) -> Scores:
     Parameters
     ----------
     settings : FinetuneSettings
-        Of a run; what is about training does not matter.
+        Of a run; settings of training do not matter.
 
     Returns
     -------

@@ -70,7 +70,7 @@ class RateRule:
     """
 
     def rate(self, rank: float, terms: float, width: float | None) -> float:
-        """Return the rate of a layer of so many inputs; of the reference width if None."""
+        """Return the rate of a layer by its number of inputs; of the reference width if None."""
         of_products = math.pow(rank, self.rank_power) * math.pow(terms, self.term_power)
         narrowness = 1.0 if width is None else REFERENCE_WIDTH / width
         return self.of_one / of_products * math.pow(narrowness, self.width_power)

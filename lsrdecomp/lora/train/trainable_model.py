@@ -124,7 +124,7 @@ def written_bytes(directory: Path) -> tuple[int, int]:
 
 
 def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
-    """Return whether activations of so many tokens would fill more than half of the free memory.
+    """Return whether the activations of tokens would fill more than half of the free memory.
 
     References
     ----------

@@ -326,7 +326,7 @@ def _events(settings: FinetuneSettings, epoch_steps: int) -> dict[str, Any]:
 
 
 def check_sharding(version: int, settings: FinetuneSettings) -> None:
-    """Refuse what is not to be had where accelerate shards the model over devices.
+    """Refuse settings that do not work where accelerate shards the model over devices.
 
     Raises
     ------

@@ -44,7 +44,7 @@ class CPTerms:
     def fibres(cls, tensor: Array) -> CPTerms:
         """Write a tensor as Σ e_i ∘ e_j ∘ t_ij, the sum of its fibres.
 
-        They lie along the longest mode; those that are zero are left out. The sum is exact and its
+        They lie along the longest mode; zero ones are left out. The sum is exact and its
         terms are orthogonal.
         """
         xp = namespace(tensor)

@@ -55,7 +55,7 @@ def descend(
     tolerance: float,
     min_square_gain: float = 0.0,
 ) -> PairState:
-    """Return the state after at most so many `steps`."""
+    """Return the state after at most ``steps`` steps."""
     for step in islice(steps(problem, state, tolerance, min_square_gain), max_sweeps):
         state = step.state
     return state

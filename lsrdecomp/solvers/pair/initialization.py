@@ -1,7 +1,7 @@
 """The start of joint least squares: orthogonal terms of each side, in a singular gauge.
 
 The first singular triples of a batch of matrices come in little memory beside them where they are
-large. These are starts, computed by the thousand, and nobody is told how near the optimum they are.
+large. These are starts, computed by the thousand, and carry no claim how near the optimum they are.
 `Krylov` answers for its errors, and that takes 2.5 to 6 times as long on batches of small
 matrices (0.8 to 3.5 at 384 × 256); at a loose tolerance it is 1.6 times faster from there on, and 3
 to 21 times slower on small ones, by ``benchmarks/solvers/two_factors.py --only leading``. The two

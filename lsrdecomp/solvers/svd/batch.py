@@ -115,7 +115,7 @@ def as_batch(matrices: Any) -> Array:
 
 
 def truncated_svds(request: BatchRequest) -> list[Solution]:
-    """Take truncated SVDs, so many at a time that their arrays stay small."""
+    """Take truncated SVDs, few enough at a time that their arrays stay small."""
     batch = request.batch
     require_finite(batch, "batch")
     height = max(1, SVD_CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
@@ -160,7 +160,7 @@ def _truncated_svds(batch: Array, request: BatchRequest) -> list[Solution]:
 def relative_errors(
     operators: Array, u: Array, sigma: np.ndarray, vh: Array, n_terms: np.ndarray
 ) -> np.ndarray:
-    """Return ‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision."""
+    """Return ‖R − U σ Vᴴ‖/‖R‖ of terms of each matrix, from entries in double precision."""
     # Divided by σ_1 first: squares of entries then neither overflow nor vanish.
     largest = np.where(sigma[:, :1] > 0.0, sigma[:, :1], 1.0)
     sigma = sigma / largest

@@ -1,4 +1,4 @@
-"""Two factors by products: block Krylov spaces of one matrix, a batch, or what is never formed."""
+"""Two factors by products: block Krylov spaces of one matrix, a batch, or an implicit matrix."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Krylov(MatrixSolver):
     precision costs no more than the square of its rounding.
 
     Where values hardly fall and the dense way is faster, and where the space would grow to half
-    of the smaller side of R(M), `SVD` takes over; at once where torch differentiates what is
-    computed (``requires_grad``).
+    of the smaller side of R(M), `SVD` takes over; at once where torch differentiates
+    (``requires_grad``).
 
     Cost: 2·b products a step, O((p + q)·k²) for orthogonality in a space of k columns, memory O((p
     + q)·k).
@@ -96,7 +96,7 @@ class Krylov(MatrixSolver):
     ----------
     tolerance : float
         Allowed excess of the error over the optimum, relative. An error within rounding of the
-        optimum, 64 μ‖R‖, is enough too: the gap then says what is left open.
+        optimum, 64 μ‖R‖, is enough too: the gap then is the open part.
     seed : int
         Of the random start, drawn by NumPy whatever the library of the target.
     max_steps : int

@@ -162,7 +162,7 @@ def least_error(last: float, error: float, coupled: float) -> float:
 
     Zero where there is none. Let U Θ Vᴴ be these, with Rᴴ U = V Θ, θ the last of Θ, and C = (I −
     UUᴴ) R V. By Ky Fan other terms capture at most ‖C‖²θ²/(θ² − τ²) more, where τ < θ is the norm
-    of what is left, at most the error; see `Certificate`.
+    of the rest, at most the error; see `Certificate`.
 
     Parameters
     ----------

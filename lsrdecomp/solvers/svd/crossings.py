@@ -39,7 +39,7 @@ def takes_gram(side: int, rank: int) -> bool:
 
 
 def krylov_side(rank: int, decay: float = 0.0, *, is_batch: bool = False) -> float:
-    """Return the smaller side of R(M) from which `Krylov` is faster for so many terms."""
+    """Return the smaller side of R(M) from which `Krylov` is faster for a number of terms."""
     column = 1 if decay < FAST else 2 if decay < FLAT else 3
     row = next((row for row in CROSSINGS if rank <= row[0]), CROSSINGS[-1])
     side = row[column] * max(1.0, rank / row[0])

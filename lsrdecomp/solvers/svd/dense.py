@@ -119,8 +119,8 @@ class SVD(MatrixSolver):
         """Find the leading singular triples of the rearrangement of each matrix.
 
         Small matrices, and those of other libraries, go through one batched SVD, in the precision
-        of the input and without terms that are rounding; larger ones of NumPy's, and those that
-        torch differentiates, one by one.
+        of the input and without terms that are rounding; larger ones of NumPy's, and
+        differentiated ones, one by one.
 
         Parameters
         ----------

@@ -58,14 +58,14 @@ def as_separated(
 ) -> SeparatedMatrix:
     """Return the first ``rank`` singular triples of a rearrangement as Kronecker terms.
 
-    Those that are zero are left out.
+    Zero terms are left out.
     """
     rank = int(np.count_nonzero(to_numpy(sigma[:rank])))
     return _terms(u, sigma, vh, shape, rank)
 
 
 def traced_terms(matrix: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
-    """Return so many terms of a matrix without looking at its numbers: `jax.jit` knows none.
+    """Return the first terms of a matrix without looking at its numbers: `jax.jit` knows none.
 
     In the precision of the matrix; a matrix of fewer terms has weights of zero, or of rounding.
     """

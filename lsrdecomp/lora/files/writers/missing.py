@@ -26,7 +26,7 @@ def zeros_for_missing_layers(
     """Yield a pair of rank 1 that is zero for each layer that a server would miss.
 
     Servers that stack the layers of a type, or q, k and v of one, lose all of them where one is
-    missing. Which are: those that a compression left out, and those of a base that is given.
+    missing. Missing are layers that a compression left out, and those of a given base.
     """
     adapted = {layer.name: layer for layer in checkpoint.layers}
     sizes = _sizes_by_family(checkpoint)

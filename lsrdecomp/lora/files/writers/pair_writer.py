@@ -126,7 +126,7 @@ class PairWriter(TensorWriter):
         pairs : mapping of str to (B, A)
             By the names of the experts' layers.
         count : int
-            How many experts there are; those that do not come are zero.
+            How many experts there are; missing ones are zero.
         keys : (str, str)
             Of A and of B in the file.
         storage : str

@@ -58,7 +58,7 @@ def write_pairs(
     extras : Mapping, optional
         Instead of the source's other tensors.
     force : bool
-        Whether what is there may be replaced.
+        Whether existing files may be replaced.
     provenance : Mapping, optional
         JSON values for the record in the header.
     carried : collection of str

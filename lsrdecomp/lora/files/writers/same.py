@@ -199,7 +199,7 @@ def write_same(
 
 
 def carried_tensors(like: Checkpoint, carried: Collection[str]) -> dict[str, StoredTensor]:
-    """Return what a cut copies: tensors of carried layers, and those that are no pair.
+    """Return what a cut copies: tensors of carried layers, and the ones outside pairs.
 
     Extras are told apart.
     """

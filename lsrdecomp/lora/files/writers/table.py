@@ -32,7 +32,7 @@ FLOAT_STORAGES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What is to be written: every writer gets the same, and reads what concerns it.
+    """The order to write: every writer gets the same, and reads what concerns it.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Export:
     extras : Mapping, optional
         Instead of the source's other tensors.
     force : bool
-        Whether what is there may be replaced.
+        Whether existing files may be replaced.
     provenance : Mapping, optional
         JSON values for the record in the header.
     profile : str

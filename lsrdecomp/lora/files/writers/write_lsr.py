@@ -160,7 +160,7 @@ def pack_lsr(
     storage : str, optional
         Type of the factors, a floating one; absent, the source's.
     stored : Mapping of layer name to Stored, optional
-        What is written of these layers instead of their factors.
+        Written for these layers instead of their factors.
 
     Returns
     -------
