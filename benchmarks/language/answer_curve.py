@@ -1,0 +1,133 @@
+"""Whole answers kept against bytes: a LoRA compressed by LSR and by truncated SVD, untrained.
+
+    python -m benchmarks.language.answer_curve --lora e2e --data train.jsonl --held held.jsonl \\
+        --work answer-curve-work [--bytes 8000 30000 60000 120000 240000] [--task E2E]
+
+A row is a version: its bytes, and to how many fresh prompts its greedy answer is the LoRA's, word
+for word. LSR is found in the Fisher norm of 64 texts of ``--data``, as ``compress --base --bytes``
+finds it. Truncated SVD is what ``compress --bytes`` writes without a base: the best number of bits
+in each layer. The LoRA itself is stored in int8 and int4. Rows are added as they come; a stopped
+run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record as records
+from benchmarks.record import RESULTS
+from lsrdecomp import compress
+from lsrdecomp.lora.base.dataset import read_examples
+from lsrdecomp.lora.files import Journal, open_checkpoint
+from lsrdecomp.lora.files.file_checks import bytes_to_open
+from lsrdecomp.lora.files.writing import WEIGHTS
+from lsrdecomp.lora.measure.evaluator import Evaluator
+from lsrdecomp.lora.measure.output_meter import Meter
+from lsrdecomp.lora.search.plan import CompressionPlan
+
+LSR = "LSR"
+SVD = "truncated SVD"
+STORED = {"the LoRA in int8": "int8", "the LoRA in int4": "int4"}
+"""Storages of the whole LoRA."""
+FULL_RANK = 1024
+"""At least the rank of any LoRA here."""
+N_FRESH = 64
+"""Prompts that are answered."""
+N_TEXTS = 240
+"""Texts that are read for the norm; a part of them is set aside, as `compress` does."""
+
+Row = dict[str, Any]
+
+
+class AnswerCurve:
+    """The record of a LoRA's versions, to which rows are added."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.task: str = arguments.task
+        self.seed: int = arguments.seed
+        self.out: Path = arguments.out
+        self.work: Path = arguments.work / arguments.task
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
+        self.lora: Path = arguments.lora
+        self.checkpoint = open_checkpoint(arguments.lora)
+        texts = read_examples(arguments.data)[:N_TEXTS]
+        self.evaluator = Evaluator(arguments.base, arguments.lora, texts)
+        fresh = read_examples(arguments.held)[:N_FRESH]
+        self.meter = Meter(self.evaluator.source, fresh, self.evaluator.settings)
+
+    def add(self, method: str, budget: int) -> None:
+        """Make a version and measure it, unless it has a row."""
+        facts = {"task": self.task, "method": method, "budget": budget, "seed": self.seed}
+        if any(facts.items() <= row.items() for row in self.record["rows"]):
+            return
+        begin = time.process_time()
+        written = self._written(method, budget)
+        cpu_seconds = round(time.process_time() - begin, 1)
+        version = self.evaluator.base.with_adapter(written)
+        behaviour = self.meter.compare(version)
+        n_matching, answered = self.meter.whole_answers(version)
+        row: Row = {
+            **facts,
+            "bytes": bytes_to_open(written / WEIGHTS),
+            "answered": answered,
+            "n_matching": n_matching,
+            "kept": behaviour.kept,
+            "agreement": behaviour.agreement,
+            "kl": behaviour.kl,
+            "cpu_seconds": cpu_seconds,
+        }
+        print(row, flush=True)
+        record = {**self.record, "rows": [*self.record["rows"], row]}
+        packages = ("torch", "transformers", "peft")
+        self.record = records.save(self.out, record, *packages, seed=self.seed)
+
+    def _written(self, method: str, budget: int) -> Path:
+        """Return the directory of a version, made at the first call."""
+        out = self.work / f"{method}-{budget}".replace(" ", "-")
+        if out.exists():
+            return out
+        if method in STORED:
+            plan = CompressionPlan(max_rank=FULL_RANK, storage=STORED[method])
+            return compress(self.checkpoint, plan).save(out)
+        plan = CompressionPlan(bytes=budget, storage="auto")
+        if method == SVD:
+            return compress(self.checkpoint, plan).save(out)
+        statistics = self.evaluator.statistics(Journal(self.work / "statistics"))
+        journal = Journal(self.work / "solved")
+        return compress(self.checkpoint, plan, statistics=statistics, journal=journal).save(out)
+
+
+def main() -> None:
+    """Add the rows that are missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", default="E2E", help="name of the task in the record")
+    parser.add_argument("--base", default="smollm2")
+    parser.add_argument("--lora", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="texts of the task, for the norm")
+    parser.add_argument("--held", type=Path, required=True, help="fresh prompts of the task")
+    parser.add_argument(
+        "--bytes", type=int, nargs="+", default=[8000, 30_000, 60_000, 120_000, 240_000]
+    )
+    parser.add_argument("--methods", nargs="+", default=[*STORED, SVD, LSR])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("answer-curve-work"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "answer_curve.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    curve = AnswerCurve(arguments)
+    for method in arguments.methods:
+        budgets = [0] if method in STORED else arguments.bytes
+        for budget in budgets:
+            curve.add(method, budget)
+
+
+if __name__ == "__main__":
+    main()
