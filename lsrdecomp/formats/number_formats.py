@@ -495,7 +495,7 @@ def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
     np.add(flat.view(np.uint8), np.uint8(2 ** (bits - 1)), out=digits[: flat.size])
     digits[: flat.size] &= np.uint8(2**bits - 1)
     # Two neighbours become one number of twice the bits, three times.
-    numbers: NDArray[Any] = digits
+    numbers: Any = digits
     for width, dtype in ((bits, np.uint16), (2 * bits, np.uint32), (4 * bits, np.uint64)):
         pairs = numbers.reshape(-1, 2).astype(dtype)
         numbers = (pairs[:, 0] << dtype(width)) | pairs[:, 1]

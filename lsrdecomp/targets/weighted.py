@@ -129,8 +129,7 @@ def _cholesky_or_qr(array: Array) -> Array:
     .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the
        CholeskyQR2 algorithm, Electron. Trans. Numer. Anal. 44 (2015).
     """
-    is_real_of_numpy = type(array) is np.ndarray and array.dtype in (np.float32, np.float64)
-    if not is_real_of_numpy or array.ndim != 2:
+    if type(array) is not np.ndarray or array.ndim != 2 or array.dtype.kind == "c":
         return triangular_factor(as_double(array))
     from scipy.linalg.lapack import dpocon, dpotrf
 

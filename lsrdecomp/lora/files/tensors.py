@@ -84,6 +84,14 @@ class StoredTensor:
         """Read the stored bits, in the stored dtype (bfloat16 and float8 as ``ml_dtypes``)."""
         return self.fetch()
 
+    def finite(self) -> Array:
+        """Read the stored bits of floating numbers.
+
+        Raises `CheckpointError` as `load` does.
+        """
+        stored = self.read()
+        return stored if self.dtype in FLOATS and all_finite(stored) else self.load()
+
     def load(self, *, double: bool = False) -> Array:
         """Read the numbers in float32, or in float64 where stored so or if ``double``.
 

@@ -56,10 +56,31 @@ double precision."""
 MIN_ERROR = 1e-5
 """Least error, in units of ‖B‖‖A‖, that the singular gauge, of twelve digits, tells to seven."""
 SMALLEST_IN_SINGLE = 1e-12
-"""Least ‖B‖ and ‖A‖, and one over the largest, of pairs that are computed so."""
+"""Least ‖B‖ and ‖A‖, and one over the largest, of pairs that are computed so; the same of scales
+that are kept beside the numbers of a pair."""
 
 StatisticsByLayer = Mapping[str, NormWeights]
 """Weights of the norm of each layer, by its name: `Statistics` of a calibration, or others."""
+
+
+@dataclass(slots=True)
+class PairAsRead:
+    """Both sides of ΔW = scale · B A as they are stored, until they are widened."""
+
+    left: Array
+    right: Array
+    scale: float
+
+    def widened(self) -> LowRank:
+        """Return ΔW in double precision, with the scale folded into B; the numbers stay so."""
+        if self.scale != 1.0:
+            left = self.left.astype(np.float64)
+            left *= self.scale
+            self.left = left
+            self.scale = 1.0
+        self.left = as_double(self.left)
+        self.right = as_double(self.right)
+        return LowRank(self.left, self.right)
 
 
 # -- a layer ---------------------------------------------------------------------------------------
@@ -76,7 +97,7 @@ class Layer:
     shape : (m, n)
     rank : int
     read_pair : callable
-        Reads ΔW as a `LowRank` with its scale folded in, in single precision if that holds it.
+        Reads ΔW as a `PairAsRead`.
     read_norms : callable, optional
         Reads the `NormWeights`; absent, the Frobenius norm.
     cache : SpillCache, optional
@@ -88,7 +109,7 @@ class Layer:
         name: str,
         shape: tuple[int, int],
         rank: int,
-        read_pair: Callable[[], LowRank],
+        read_pair: Callable[[], PairAsRead],
         read_norms: Callable[[], NormWeights] | None = None,
         cache: SpillCache | None = None,
     ) -> None:
@@ -106,18 +127,17 @@ class Layer:
     def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
         """Return a layer whose numbers are in memory."""
         read_norms = None if weights is None or weights.is_frobenius else in_memory(weights)
-        return cls(name, pair.shape, pair.rank, in_memory(pair), read_norms)
+        read = in_memory(PairAsRead(pair.left, pair.right, 1.0))
+        return cls(name, pair.shape, pair.rank, read, read_norms)
 
     @property
     def pair(self) -> LowRank:
         """ΔW as a low-rank pair in double precision, read if it is not in memory."""
-        pair = self._read_pair()
-        left, right = as_double(pair.left), as_double(pair.right)
-        return pair if left is pair.left and right is pair.right else LowRank(left, right)
+        return self._read_pair().widened()
 
     @property
-    def pair_as_read(self) -> LowRank:
-        """The same numbers, in single precision if that holds them."""
+    def pair_as_read(self) -> PairAsRead:
+        """The numbers as they are stored, read if they are not in memory."""
         return self._read_pair()
 
     @property
@@ -150,8 +170,13 @@ class Layer:
         """
         if self._gauge is not None:
             return self._gauge()
-        pair = self.pair_as_read if self.is_frobenius else self.pair
-        gauge = weighted_gauge(pair.left, pair.right, self.norms)
+        if self.is_frobenius:
+            pair = self.pair_as_read
+            columns, sigma, rows = weighted_gauge(pair.left, pair.right, self.norms)
+            size = abs(pair.scale)
+            gauge = (columns / size, sigma * size, rows)
+        else:
+            gauge = weighted_gauge(self.pair.left, self.pair.right, self.norms)
         self._gauge = self._keep(gauge)
         return gauge
 
@@ -211,7 +236,7 @@ class Layer:
         (m, rank) and (rank, n), float
             An error that is not finite tells of a number that the type does not hold.
         """
-        pair = self.pair_as_read if self.is_frobenius else self.pair
+        pair = self.pair_as_read
         left, right = to_numpy(pair.left), to_numpy(pair.right)
         turns: tuple[np.ndarray | None, ...] = (None, None)
         if rank is not None:
@@ -219,37 +244,38 @@ class Layer:
             root = np.sqrt(sigma[:rank])
             turns = columns[:, :rank] * root, (root[:, None] * rows[:rank]).T
         with np.errstate(over="ignore", invalid="ignore"):
-            on_left = _round_side(left, turns[0], dtype, scale)
-            on_right = _round_side(right.T, turns[1], dtype, 1.0)
-        stored = on_left.stored, on_right.stored.T
-        errors_are_finite = np.isfinite(np.trace(on_left.gram) + np.trace(on_right.gram))
+            new_left, left_cross, left_gram = _round_side(left, pair.scale, turns[0], dtype, scale)
+            new_right, right_cross, right_gram = _round_side(right.T, 1.0, turns[1], dtype, 1.0)
+        stored = new_left, new_right.T
+        errors_are_finite = np.isfinite(np.trace(left_gram) + np.trace(right_gram))
         if not errors_are_finite and not all(map(all_finite, stored)):
             return stored, math.inf
-        if rank is None and not (on_left.is_moved or on_right.is_moved):
+        if rank is None and not (left_gram.any() or right_gram.any()):
             return stored, 0.0
         if not self.is_frobenius:  # what is cut is orthogonal in another norm
             return stored, self._distance(stored, scale)
-        left_turn, right_turn = on_left.with_side, on_right.with_side  # Eᵀ U and F Vᵀ
+        left_turn, right_turn = left_cross, right_cross  # Eᵀ U and F Vᵀ
         if rank is None:
-            left_square, right_square = gram_of(left), gram_of(right.T)
+            left_square = pair.scale**2 * gram_of(left)
+            right_square = gram_of(right.T)
         else:
             left_turn = left_turn @ turns[0]
             right_turn = right_turn @ turns[1]
             left_square = right_square = np.diag(sigma[:rank])
         with np.errstate(over="ignore", invalid="ignore"):
-            squared = np.sum(on_left.gram * right_square) + np.sum(on_right.gram * left_square)
-            squared += np.sum(on_right.gram * (left_turn + left_turn.T + on_left.gram))
-            squared += 2.0 * np.sum((left_turn + on_left.gram) * right_turn.T)
+            squared = np.sum(left_gram * right_square) + np.sum(right_gram * left_square)
+            squared += np.sum(right_gram * (left_turn + left_turn.T + left_gram))
+            squared += 2.0 * np.sum((left_turn + left_gram) * right_turn.T)
             if rank is not None:
-                mixed = np.sum(on_left.with_side * on_right.with_side)
+                mixed = np.sum(left_cross * right_cross)
                 mixed -= np.sum(left_turn * right_turn)
                 squared += tail_norms(sigma)[rank] ** 2 - 2.0 * mixed
-            size = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+            size = abs(pair.scale) * _norm_of_side(left) * _norm_of_side(right)
         if not MIN_ERROR * size <= math.sqrt(max(0.0, squared)) < math.inf:
             return stored, self._distance(stored, scale)
         return stored, math.sqrt(squared)
 
-    def rounded_bound(self, rank: int, dtype: Any, scale: float = 1.0) -> float:
+    def rounded_bound(self, rank: int, dtype: Any, scale: float) -> float:
         """Return a bound on the error of `rounded` from singular values alone.
 
         Every number moves by at most μ of itself and half the spacing of the smallest numbers. So
@@ -303,25 +329,18 @@ class Layer:
         return in_memory(value) if self._cache is None else self._cache.put(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _RoundedSide:
-    """One side of a truncation in a storage type, (m, k), and its error E in Gram matrices."""
-
-    stored: np.ndarray
-    with_side: np.ndarray  # Eᵀ B with the side B of the pair, (k, r)
-    gram: np.ndarray  # Eᵀ E
-    is_moved: bool  # whether rounding changed a number
-
-
 def _round_side(
-    side: np.ndarray, turn: np.ndarray | None, dtype: Any, scale: float
-) -> _RoundedSide:
+    side: np.ndarray, factor: float, turn: np.ndarray | None, dtype: Any, scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Round B turn / scale, or B / scale, to a type, block by block in a cache.
+
+    Returns the numbers as stored (m, k), and with the error E of what is read Eᵀ B and Eᵀ E.
 
     Parameters
     ----------
     side : (m, r)
-        B.
+    factor : float
+        B is the side times this.
     turn : (r, k), optional
     dtype : dtype
     scale : float
@@ -333,9 +352,10 @@ def _round_side(
     stored = stored if lies_by_rows else stored.T
     with_side = np.zeros((kept, rank))
     gram = np.zeros((kept, kept))
-    is_moved = False
     for part in thin_row_blocks(*side.shape):
         block = side[part].astype(np.float64, copy=False)
+        if factor != 1.0:
+            block = block * factor
         exact = block
         if turn is not None:
             exact = block @ turn if lies_by_rows else (turn.T @ block.T).T
@@ -346,15 +366,15 @@ def _round_side(
             error *= scale
         error -= exact
         if error.any():
-            is_moved = True
             with_side += error.T @ block
             gram += error.T @ error
-    return _RoundedSide(stored, with_side, gram, is_moved)
+    return stored, with_side, gram
 
 
-def fits_single(pair: LowRank) -> bool:
+def fits_single(pair: PairAsRead) -> bool:
     """Return whether squares of a pair neither overflow nor underflow in single precision."""
-    sizes = [float(np.linalg.norm(to_numpy(side))) for side in (pair.left, pair.right)]
+    sizes = [_norm_of_side(to_numpy(side)) for side in (pair.left, pair.right)]
+    sizes[0] *= abs(pair.scale)
     return all(SMALLEST_IN_SINGLE < size < 1.0 / SMALLEST_IN_SINGLE for size in sizes)
 
 
@@ -437,8 +457,7 @@ def open_layers(
     norms = LRUCache(limits.norm_entries, norm_entries)
 
     def open_layer(layer: LoraLayer) -> Layer:
-        read = partial(layer_pair, checkpoint, layer, double=False)
-        read_pair = partial(pairs.get, layer.name, read)
+        read_pair = partial(pairs.get, layer.name, partial(_read_pair_of, checkpoint, layer))
         read_norms = None
         if statistics is not None:
             read_norms = partial(norms.get, layer.name, partial(statistics.__getitem__, layer.name))
@@ -454,50 +473,52 @@ def open_layers(
     return [open_layer(layer) for layer in checkpoint.layers]
 
 
-def pair_entries(pair: LowRank) -> int:
+def pair_entries(pair: PairAsRead) -> int:
     """Return the number of entries in both matrices of a pair."""
-    return pair.rank * sum(pair.shape)
+    return int(pair.left.size + pair.right.size)
 
 
-def layer_pair(checkpoint: Checkpoint, layer: Any, *, double: bool = True) -> LowRank:
+def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     """Return ΔW of a layer with its scale folded into B, in double precision.
 
-    Without ``double`` in single precision, if that holds the same numbers. Raises `CheckpointError`
-    if ‖ΔW‖ of a LoRA may exceed `MAX_NORM`.
+    Raises `CheckpointError` if ‖ΔW‖ of a LoRA may exceed `MAX_NORM`.
     """
     if not isinstance(layer, LoraLayer):
         return LowRank(*layer_product(layer).to_lora())
-    left, right = layer.load(double=double)
-    # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
-    with np.errstate(over="ignore"):
-        size = _norm_of(left) * _norm_of(right) * abs(layer.scale)
-    if not size <= MAX_NORM:
-        text = (
-            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {MAX_NORM:g}, "
-            "where squares overflow; correct lora_alpha or the numbers"
-        )
-        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
-    if layer.scale != 1.0:
-        left = _scaled(left, layer.scale)
-    return LowRank(left, right)
+    return _read_pair_of(checkpoint, layer).widened()
 
 
-def _norm_of(side: np.ndarray) -> float:
+def _read_pair_of(checkpoint: Checkpoint, layer: LoraLayer) -> PairAsRead:
+    """Return the numbers of a LoRA layer as they are stored, and its scale.
+
+    Raises `CheckpointError` if ‖ΔW‖ may exceed `MAX_NORM`.
+    """
+    left = layer.up.finite().reshape(layer.out_features, layer.rank)
+    right = layer.down.finite().reshape(layer.rank, layer.in_features)
+    # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product. No type below double precision has numbers
+    # for which it were too large.
+    if (
+        left.dtype == np.float64
+        or right.dtype == np.float64
+        or abs(layer.scale) > 1.0 / SMALLEST_IN_SINGLE
+    ):
+        with np.errstate(over="ignore"):
+            size = _norm_of_side(left) * _norm_of_side(right) * abs(layer.scale)
+        if not size <= MAX_NORM:
+            text = (
+                f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {MAX_NORM:g}, "
+                "where squares overflow; correct lora_alpha or the numbers"
+            )
+            raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+    if abs(layer.scale) >= SMALLEST_IN_SINGLE:
+        return PairAsRead(left, right, layer.scale)
+    return PairAsRead(as_double(left) * layer.scale, right, 1.0)
+
+
+def _norm_of_side(side: np.ndarray) -> float:
     """Return the Frobenius norm of one side, where squares may overflow in single precision."""
-    length = float(np.linalg.norm(side))
-    return length if math.isfinite(length) else float(np.linalg.norm(as_double(side)))
-
-
-def _scaled(side: np.ndarray, scale: float) -> np.ndarray:
-    """Return a side times a scale, in double precision unless that is a power of two."""
-    if side.dtype != np.float64 and math.frexp(scale)[0] == 0.5:
-        with np.errstate(over="ignore", under="ignore"):
-            scaled = side * np.float32(scale)
-            if np.array_equal(scaled / np.float32(scale), side):
-                return scaled
-    scaled = side.astype(np.float64)
-    scaled *= scale
-    return scaled
+    length = float(np.linalg.norm(side.astype(np.float32) if side.dtype.itemsize <= 2 else side))
+    return length if math.isfinite(length) else float(np.linalg.norm(side.astype(np.float64)))
 
 
 def require_lora(checkpoint: Checkpoint, layer: Any) -> None:

@@ -312,7 +312,7 @@ def layer_svd(
     pair = layer.pair_as_read
     columns, sigma, rows = layer.gauge
     dtype = np.float32 if single and fits_single(pair) else np.float64
-    factors = [columns[:, :rank].T, pair.left.T, rows[:rank, :], pair.right]
+    factors = [columns[:, :rank].T * pair.scale, pair.left.T, rows[:rank, :], pair.right]
     factors = [to_numpy(factor).astype(dtype, copy=False) for factor in factors]
     columns, left, rows, right = factors
     return (columns @ left).T, to_numpy(sigma[:rank]), rows @ right
@@ -420,7 +420,8 @@ def _products(layer: Layer, left: _CodedVectors, right: _CodedVectors) -> tuple[
     """Return the Gram matrix of rank-one codes, and their inner products with ΔW, in its norm."""
     if layer.is_frobenius:
         pair = layer.pair_as_read
-        left_products = _side_products(to_numpy(pair.left), left.relative)
+        left_gram, left_cross = _side_products(to_numpy(pair.left), left.relative)
+        left_products = left_gram, pair.scale * left_cross
         right_products = _side_products(to_numpy(pair.right).T, right.relative)
     else:
         b, a = _pair(layer)
@@ -428,8 +429,8 @@ def _products(layer: Layer, left: _CodedVectors, right: _CodedVectors) -> tuple[
         weighted_right = layer.norms.input.apply(right.relative.T)
         left_products = left.relative @ weighted_left, b.T @ weighted_left
         right_products = right.relative @ weighted_right, a.T @ weighted_right
-    gram = left_products[0] * right_products[0]
-    return gram, np.sum(left_products[1] * right_products[1], axis=0)
+    cross_products: Doubles = np.sum(left_products[1] * right_products[1], axis=0)
+    return left_products[0] * right_products[0], cross_products
 
 
 def _side_products(side: NDArray[np.floating], vectors: Doubles) -> tuple[Doubles, Doubles]:
@@ -452,7 +453,8 @@ def _scaled(
     """Return coded sides with the scales of least error, and their squared error."""
     # 1. Least squares: the Gram matrix of the rank-one codes, and their inner products with ΔW.
     gram, cross = _products(layer, left, right)
-    scales, exponent = float16_scales(np.linalg.lstsq(gram, cross, rcond=None)[0])
+    fitted = np.asarray(np.linalg.lstsq(gram, cross, rcond=None)[0], dtype=np.float64)
+    scales, exponent = float16_scales(fitted)
     steps = [np.concatenate(steps) for steps in zip(left.steps, right.steps, strict=True)]
     code = SpectralCode(
         tuple(left.codes),

@@ -16,7 +16,7 @@ from lsrdecomp.lora.files.tensors import TensorWriter
 from lsrdecomp.lora.search import search_adapter
 from lsrdecomp.lora.search.caches import LRUCache, SpillCache
 from lsrdecomp.lora.search.effort import ResourceLimits
-from lsrdecomp.lora.search.layers import Layer, batches, pair_entries
+from lsrdecomp.lora.search.layers import Layer, PairAsRead, batches, pair_entries
 from lsrdecomp.lora.search.plan import CompressionPlan, Resources, Search
 from lsrdecomp.targets.target import LowRank
 
@@ -135,9 +135,9 @@ def test_pairs_stay_read_while_they_fit():
     pairs, cache, read = LRUCache(40, pair_entries), SpillCache(), []
 
     def stored(name: str) -> Layer:
-        def open_it() -> LowRank:
+        def open_it() -> PairAsRead:
             read.append(name)
-            return layer(name, 10).pair
+            return layer(name, 10).pair_as_read
 
         return Layer(name, (10, 10), 1, lambda: pairs.get(name, open_it), None, cache)
 

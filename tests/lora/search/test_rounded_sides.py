@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from lsrdecomp.arrays import all_finite
 from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.files.tensors import TensorWriter
-from lsrdecomp.lora.search.layers import Layer, layer_pair
+from lsrdecomp.lora.search.layers import Layer, open_layers
 from lsrdecomp.targets.residual import pair_distance
 from lsrdecomp.targets.target import LowRank
 
@@ -67,37 +67,43 @@ def test_no_error_is_above_its_bound(storage: Any) -> None:
 def test_a_bound_in_a_wide_type_is_hardly_above_the_error() -> None:
     layer = layer_of(np.float32)
     _, error = layer.rounded(3, ml_dtypes.bfloat16)
-    assert layer.rounded_bound(3, ml_dtypes.bfloat16) <= 1.01 * error
+    assert layer.rounded_bound(3, ml_dtypes.bfloat16, 1.0) <= 1.01 * error
 
 
 def test_a_number_that_overflows_makes_the_error_infinite_and_has_no_bound() -> None:
     layer = layer_of(np.float32, 1e12)
     assert layer.rounded(4, np.float16)[1] == math.inf
-    assert layer.rounded_bound(4, np.float16) == math.inf
+    assert layer.rounded_bound(4, np.float16, 1.0) == math.inf
     assert math.isfinite(layer.rounded(4, ml_dtypes.bfloat16)[1])
 
 
-@pytest.mark.parametrize("alpha", [8.0, 16.0, 12.0])  # scales 1, 2 and 1.5
+@pytest.mark.parametrize("alpha", [8.0, 12.0, 1e-60])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_a_pair_in_single_precision_has_the_same_numbers(
+def test_numbers_stay_in_their_type_and_the_scale_beside_them(
     tmp_path: Any, dtype: Any, alpha: float
 ) -> None:
     rng = np.random.default_rng(2)
     path = tmp_path / "lora.safetensors"
+    up = rng.standard_normal((64, 8)).astype(dtype)
+    down = rng.standard_normal((8, 48)).astype(dtype)
     with TensorWriter(tmp_path) as writer:
-        up = rng.standard_normal((64, 8)).astype(dtype)
-        up[0, 0] = ml_dtypes.finfo(dtype).smallest_subnormal
         writer.add("lora_unet_q.lora_up.weight", up)
-        writer.add("lora_unet_q.lora_down.weight", rng.standard_normal((8, 48)).astype(dtype))
-        writer.add("lora_unet_q.alpha", np.array(alpha, np.float32))
+        writer.add("lora_unet_q.lora_down.weight", down)
+        writer.add("lora_unet_q.alpha", np.array(alpha))
         writer.write(path, {})
     checkpoint = open_checkpoint(path)
-    pairs = [
-        layer_pair(checkpoint, checkpoint.layers[0], double=double) for double in (True, False)
-    ]
-    assert_array_equal(pairs[0].left, pairs[1].left.astype(np.float64))
-    assert_array_equal(pairs[0].right, pairs[1].right.astype(np.float64))
-    assert pairs[1].right.dtype == (np.float64 if dtype == np.float64 else np.float32)
+    layer = open_layers(checkpoint)[0]
+    if alpha > 1.0:
+        assert layer.pair_as_read.left.dtype == layer.pair_as_read.right.dtype == dtype
+    product = alpha / 8 * up.astype(np.float64) @ down.astype(np.float64)
+    expected = np.linalg.svd(product, compute_uv=False)[:8]
+    assert layer.sigma == pytest.approx(expected, rel=1e-9, abs=0.0)
+    for rank in (None, 5):
+        stored, error = layer.rounded(rank, np.float32)
+        expected = distance_of(layer, stored, 1.0)
+        assert error == pytest.approx(expected, rel=1e-7, abs=1e-12 * layer.frobenius_norm)
+    assert_array_equal(layer.pair.left, alpha / 8 * up.astype(np.float64))
+    assert_array_equal(layer.pair.right, down.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
