@@ -68,7 +68,7 @@ def draw_matrix(ax: Any) -> None:
     ax.set(ylim=(1e-9, 2), xticks=range(1, 8), yticks=[1, 1e-4, 1e-8])
     ax.minorticks_off()
     ax.set_xlabel("Kronecker terms", color=GREY, fontsize=9)
-    ax.set_ylabel("error", color=GREY, fontsize=9)
+    ax.set_ylabel("error, log scale", color=GREY, fontsize=9)
     clean(ax, sides=("left", "bottom"))
 
 
