@@ -59,11 +59,8 @@ const scrolls = (node) => node.closest(".scroll") !== null;
 const beyond = [...root.querySelectorAll("main *")]
   .filter((node) => !scrolls(node) && node.getBoundingClientRect().right > width + 1)
   .map((node) => node.tagName);
-const seen = document.createElement("pre");
-seen.id = "seen";
-seen.textContent = JSON.stringify({ rows: root.querySelectorAll("tr").length, beyond,
-  size: getComputedStyle(root.querySelector("main")).fontSize });
-document.body.append(seen);
+parent.postMessage({ rows: root.querySelectorAll("tr").length, beyond,
+  size: getComputedStyle(root.querySelector("main")).fontSize }, "*");
 </script>"""
 """Counts rows of a report, what lies beyond the right edge, and the size of its words."""
 
@@ -85,12 +82,27 @@ const scrolls = (node) => {
 const cut = [...document.querySelectorAll(".bd-article *")]
   .filter((node) => node.getBoundingClientRect().right > width + 1 && !scrolls(node))
   .map((node) => `${node.tagName}: ${node.textContent.slice(0, 60)}`);
-const seen = document.createElement("pre");
-seen.id = "seen";
-seen.textContent = JSON.stringify({ cut, height: document.documentElement.scrollHeight });
-document.body.append(seen);
+parent.postMessage({ cut, height: document.documentElement.scrollHeight }, "*");
 });</script></body>"""
 """Lists what lies beyond the right edge and cannot be scrolled to, and the height of a page."""
+
+
+def framed(url, width, folder):
+    """What a page wrote to the console, and what it posts, in a frame of that width.
+
+    A window of Chromium is never narrower than 500 pixels.
+    """
+    (folder / "frame.html").write_text(
+        f'''<body><iframe src="{url}" style="width:{width}px;height:1000px;border:0"></iframe>
+        <script>addEventListener("message", (told) => {{
+        const seen = document.createElement("pre");
+        seen.id = "seen";
+        seen.textContent = JSON.stringify(told.data);
+        document.body.append(seen); }});</script></body>''',
+        encoding="utf-8",
+    )
+    lines, text = console((folder / "frame.html").as_uri(), width + 20, folder / "profile")
+    return lines, json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text)[1]))
 
 
 def unwelcome(lines):
@@ -126,10 +138,9 @@ def test_nothing_of_a_page_is_cut_and_none_is_endless(page, width, tmp_path):
     text = built.read_text(encoding="utf-8").replace("</body>", MEASURE)
     measured.write_text(text, encoding="utf-8")
     try:
-        _, text = console(measured.as_uri(), width, tmp_path / "profile")
+        _, seen = framed(measured.as_uri(), width, tmp_path)
     finally:
         measured.unlink()
-    seen = json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text, re.DOTALL)[1]))
     assert seen["cut"] == []
     assert width < 1000 or seen["height"] <= TALLEST
 
@@ -149,9 +160,8 @@ def test_the_report_of_a_compression_runs_without_an_error(width, tmp_path):
         text = text.replace("INSERTED", json.dumps(inserted).replace("</", "<\\/"))
         text = text.replace("</body>", "") + (script if name == "notebook" else "") + LOOK
         (tmp_path / f"{name}.html").write_text(text, encoding="utf-8")
-        lines, text = console((tmp_path / f"{name}.html").as_uri(), width, tmp_path / "profile")
+        lines, seen = framed((tmp_path / f"{name}.html").as_uri(), width, tmp_path)
         assert unwelcome(lines) == []
-        seen = json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text)[1]))
         assert seen["rows"] == 2 * 13, "twelve layers and a heading in each of two tables"
         assert seen["beyond"] == []
         assert seen["size"] == "15px", "styles of a notebook do not reach in"
