@@ -147,9 +147,9 @@ def test_a_field_is_written_once():
     CliRunner().invoke(app, ["--out", "x", "--colour", "7", "--learning-rate", "0.5"])
     assert taken == [{"colour": 7, "learning_rate": 0.5}]
     assert (
-        More.from_mapping(tomllib.loads('base = "base"\ndata = "train.tsv"\ncolour = 4')).to_json()[
-            "colour"
-        ]
+        More.from_mapping(
+            tomllib.loads('base = "base"\ndata = "train.tsv"\ncolour = 4')
+        ).to_json()["colour"]
         == 4
     )
     with pytest.raises(SettingsError, match="colour must be a whole number, 3 or more, got 2"):
