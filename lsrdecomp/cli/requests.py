@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search import CompressionPlan
 
 GOALS = (
-    "--keep SHARE or --keep-answers SHARE with --base and --data, --ratio N, --parameters N, "
+    "--keep SHARE with --base and --data, --keep-answers SHARE, --ratio N, --parameters N, "
     "--bytes N, --max-rank N, --energy SHARE or --rtol E; such as --ratio 48"
 )
 """What to ask for where no goal was given, or several."""
