@@ -405,18 +405,32 @@ def _tried(tried: Sequence[Measurement]) -> str:
 
 
 def _warn_if_poor(results: Sequence[Compression], *, distilled: bool) -> bool:
-    """Warn where little is kept; return whether that is a failure.
+    """Warn where little is kept, or less than was asked; return whether that is a failure.
 
-    It is none where the size was asked for by ratio.
+    Little is none where the size was asked for by ratio.
     """
-    poor = [result for result in results if result.fidelity is not None and result.fidelity.is_poor]
-    for result in poor:
+    measured = [result for result in results if result.fidelity is not None]
+    is_failure = False
+    for result in measured:
+        fidelity = result.fidelity
         more = "more room" if distilled else "--distill 200"
-        tables.say(
-            f"WARNING: this version keeps only {100 * result.fidelity.kept:.0f} % of the LoRA's "
-            f"effect; try --keep 0.9, {more}, or texts closer to its task"
-        )
-    return any(result.plan.ratio is None for result in poor)
+        if fidelity.is_missed:
+            tables.say(
+                "WARNING: no version that was measured keeps what was asked for; ask for less, or "
+                f"try {more}"
+            )
+        elif fidelity.is_poor:
+            tables.say(
+                f"WARNING: this version keeps only {100 * fidelity.kept:.0f} % of the LoRA's "
+                f"effect; try --keep 0.9, {more}, or texts closer to its task"
+            )
+        elif fidelity.is_far:
+            tables.say(
+                f"WARNING: at {fidelity.kl:.2g} nats per token, above {fidelity.far_above:g}, most "
+                "whole answers differ from the LoRA's; --keep-answers 0.9 asks for those"
+            )
+        is_failure |= fidelity.is_missed or (fidelity.is_poor and result.plan.ratio is None)
+    return is_failure
 
 
 def _write_figures(results: Sequence[Compression], json: Path | None) -> None:

@@ -120,6 +120,11 @@ def _lines(found: Comparison) -> Iterator[str]:
     yield found.sentence()
     for reason in found.reasons:
         yield f"- {reason}"
+    if found.fidelity is not None and found.fidelity.is_far:
+        yield (
+            f"- far: {found.fidelity.kl:.2g} nats per token, above {found.fidelity.far_above:g}, "
+            "where most whole answers differ"
+        )
     if found.server is not None:
         yield from _server_sentences(found.server, found.other)
     if found.layers or found.not_compared:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from lsrdecomp.lora.files.progress import ProgressUpdate
 
@@ -19,6 +19,33 @@ BAR_WIDTH = 12
 """Characters of the bar; by hand: the words beside it say more."""
 WHOLE_RUN = ("", -1)
 """Stands in the place of a stage where bar and time are of the whole run."""
+LATER = 0.1
+"""Share of the time left by which the estimated end may move without being doubted; by hand."""
+
+
+class TimeLeft:
+    """The time left in words, as long as it falls: an estimate that rises tells nothing."""
+
+    def __init__(self) -> None:
+        self._end = math.inf
+
+    def text(self, seconds: float | None, now: float) -> str:
+        """Return "about 3 min left"; nothing while that cannot be told.
+
+        >>> left = TimeLeft()
+        >>> left.text(120.0, now=0.0), left.text(24.0, now=60.0), left.text(40.0, now=120.0)
+        ('about 2 min left', 'about 24 s left', '')
+        """
+        if not seconds:
+            return ""
+        end = now + seconds
+        is_later = end > self._end + LATER * seconds
+        self._end = end
+        if is_later:
+            return ""
+        if seconds < 90.0:
+            return f"about {seconds:.0f} s left"
+        return f"about {seconds / 60.0:.0f} min left"
 
 
 @contextmanager
@@ -32,8 +59,8 @@ def follow(
 
     On a terminal there is one line with a bar, counts and the time left, which is gone when the
     block ends. Bar and time are of the whole run where steps know their share of it. Elsewhere
-    there is a line a minute, so that a log tells that the run lives; a run of less than a minute by
-    ``clock``, in seconds, writes none.
+    there is a line a minute, so that a log tells that the run lives, and for a run of several steps
+    one at once; any other run of less than a minute by ``clock``, in seconds, writes none.
 
     Parameters
     ----------
@@ -63,17 +90,28 @@ def follow(
         task = bars.tasks[0]
         measured = ("", 0)
         last_line = clock()
+        is_begun = False
+        left = TimeLeft()
 
         def show(step: ProgressUpdate) -> None:
-            nonlocal measured, last_line
+            nonlocal measured, last_line, is_begun, left
+            before = measured
             measured = _advance(bars, step, measured)
+            if measured != before:
+                left = TimeLeft()
+            is_first_of_several = not is_begun and step.stage.startswith("step ")
+            is_begun = True
+            is_due = is_first_of_several or clock() - last_line >= log_seconds
+            if not is_terminal and not is_due:
+                return
+            last_line = clock()
+            time_left = left.text(task.time_remaining, last_line)
             if is_terminal:
-                text = _text_beside_bar(step, task, console.width - BAR_WIDTH)
+                text = _text_beside_bar(step, time_left, console.width - BAR_WIDTH)
                 bars.update(task.id, description=escape(text))
                 bars.refresh()
-            elif clock() - last_line >= log_seconds:
-                last_line = clock()
-                print(_log_line(step, task), file=sys.stderr, flush=True)
+            else:
+                print(_log_line(step, time_left), file=sys.stderr, flush=True)
 
         yield show
 
@@ -97,9 +135,9 @@ def _advance(bars: Progress, step: ProgressUpdate, measured: tuple[str, int]) ->
     return stage
 
 
-def _text_beside_bar(step: ProgressUpdate, task: Task, width: int) -> str:
+def _text_beside_bar(step: ProgressUpdate, time_left: str, width: int) -> str:
     """Return stage, counts and time left; on a narrow terminal the stage is cut."""
-    parts = [_counts(step, "/"), _time_left(task)]
+    parts = [_counts(step, "/"), time_left]
     figures = "".join(f" · {part}" for part in parts if part)
     room = max(1, width - cell_len(figures) - 2)
     stage = step.stage
@@ -108,9 +146,9 @@ def _text_beside_bar(step: ProgressUpdate, task: Task, width: int) -> str:
     return f"{stage}{figures}"
 
 
-def _log_line(step: ProgressUpdate, task: Task) -> str:
+def _log_line(step: ProgressUpdate, time_left: str) -> str:
     """Return the stage, how much of it is done and the time left as a line of a log."""
-    figures = ", ".join(filter(None, [_counts(step, " of "), _time_left(task)]))
+    figures = ", ".join(filter(None, [_counts(step, " of "), time_left]))
     return f"lsrdecomp: {step.stage}: {figures}" if figures else f"lsrdecomp: {step.stage}"
 
 
@@ -119,13 +157,3 @@ def _counts(step: ProgressUpdate, separator: str) -> str:
     if not step.total:
         return ""
     return f"{step.done:,}{separator}{step.total:,} {step.unit}".rstrip()
-
-
-def _time_left(task: Task) -> str:
-    """Return "about 3 min left"; nothing while that cannot be told."""
-    seconds = task.time_remaining
-    if not seconds:
-        return ""
-    if seconds < 90.0:
-        return f"about {seconds:.0f} s left"
-    return f"about {seconds / 60.0:.0f} min left"

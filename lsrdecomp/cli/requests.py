@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search import CompressionPlan
 
 GOALS = (
-    "--keep SHARE with --base and --data, --ratio N, --parameters N, --bytes N, --max-rank N, "
-    "--energy SHARE or --rtol E; such as --ratio 48"
+    "--keep SHARE with --base and --data, --keep-answers SHARE, --ratio N, --parameters N, "
+    "--bytes N, --max-rank N, --energy SHARE or --rtol E; such as --ratio 48"
 )
 """What to ask for where no goal was given, or several."""
 

@@ -73,7 +73,8 @@ def resize(
 ) -> None:
     """Cut one LoRA file or directory, or several files, each under its own name in a directory.
 
-    One that fails does not stop the others; `LsrError` at the end says which did.
+    One that fails does not stop the others; `LsrError` at the end says which did. Exit code 1 if
+    one was written that keeps less than was asked.
     """
     out = outputs.out
     if out is None and not outputs.dry_run:
@@ -110,6 +111,9 @@ def resize(
                 f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}"
             )
     tables.write_json(figures if len(figures) > 1 else figures[0], outputs.json)
+    if any(each["missed"] for each in figures):
+        tables.say("WARNING: no cut that was measured keeps what was asked for; ask for less")
+        raise typer.Exit(1)
 
 
 def _resize_adapter(
@@ -130,7 +134,8 @@ def _resize_adapter(
                 cut.save(path, force=outputs.force, on_step=step)
         if display.verbose:
             tables.show(outputs.json, "\n".join(_log_lines(cut)))
-        figures.append(_shown(cut, path, outputs.json))
+        is_missed = cut.fidelity is not None and cut.fidelity.is_missed
+        figures.append({**_shown(cut, path, outputs.json), "missed": is_missed})
         if outputs.report is not None:
             from lsrdecomp.lora.compress.cut_report import cut_report
 

@@ -14,7 +14,7 @@ from lsrdecomp.fields import POSITIVE, Field, Settings, SettingsError, settings,
 from lsrdecomp.gateway import TRUST, refuse_trust
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
-from lsrdecomp.lora.search.plan import GOALS, CompressionPlan
+from lsrdecomp.lora.search.plan import GOALS, SHARES_TO_KEEP, CompressionPlan
 
 TABLE = "compress"
 """Table of a TOML file that holds the settings, also for ``fleet --plan``."""
@@ -130,7 +130,7 @@ def merged(in_file: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, An
 
     A goal on the command line takes the place of the goal in the file.
     """
-    goals = {"keep", *GOALS}
+    goals = {*SHARES_TO_KEEP, *GOALS}
     given = {name: value for name, value in typed.items() if value is not None}
     kept = dict(in_file)
     if goals & set(given):

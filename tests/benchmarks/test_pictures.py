@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.behaviour import demo_picture
 from benchmarks.headline import headline
 from benchmarks.language import (
+    answer_curve_picture,
     from_lora_picture,
     kept_by_bytes_picture,
     rivals_picture,
@@ -162,3 +163,27 @@ def test_the_front_doors_figure_is_marked_in_its_picture(tmp_path, monkeypatch):
     assert f"{told.sizes[1]}, {told.share}" in words
     stars = [line for line in axes.get_lines() if line.get_marker() == "*"]
     assert [tuple(star.get_xydata()[0]) for star in stars] == [(told.bytes / 1000, told.kept)]
+
+
+def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
+    def row(method, size, n_matching):
+        return {"method": method, "bytes": size, "n_matching": n_matching, "answered": 64}
+
+    rows = [
+        row("LSR", 60_000, 41),
+        row("LSR", 8_000, 2),
+        row("truncated SVD", 60_000, 18),
+        row("the LoRA in int8", 981_000, 64),
+    ]
+    axes = answer_curve_picture.draw(rows)
+    lines, labels = axes.get_legend_handles_labels()
+    drawn = {}
+    for line, label in zip(lines, labels, strict=True):
+        drawn[label] = [tuple(point) for point in line.get_xydata().tolist()]
+    assert drawn == {
+        "LSR, as compressed": [(8.0, 3.125), (60.0, 64.0625)],
+        "truncated SVD": [(60.0, 28.125)],
+        "the LoRA in int8": [(981.0, 100.0)],
+    }
+    assert {label.get_text() for label in axes.texts} == set(drawn)
+    assert "% of 64" in axes.get_ylabel()

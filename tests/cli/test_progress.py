@@ -172,7 +172,8 @@ def test_the_time_left_is_that_of_the_whole_run_and_the_bar_never_refills(
                 clock.now += 60.0
                 steps(ProgressUpdate(stage, part, parts, "parts"))
     assert shares == sorted(shares)
-    lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "lsrdecomp: step 1 of 2 · calibrating"  # at once
     assert len(lines) == 10
     minutes = [
         int(match[1]) for line in lines if (match := re.search(r"about (\d+) min left", line))
@@ -180,6 +181,18 @@ def test_the_time_left_is_that_of_the_whole_run_and_the_bar_never_refills(
     assert minutes[0] >= 9, "not the three minutes of the stage"
     assert all(left >= 2 for left in minutes[:7])
     assert lines[4].startswith("lsrdecomp: step 2 of 2 · solving: 1 of 3 parts, about ")
+
+
+def test_a_time_left_that_rises_is_not_told(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with follow(clock=clock) as show:
+        for minute, share in enumerate((0.0, 0.5, 0.6, 0.65, 0.68, 0.9)):
+            clock.now = 60.0 * minute
+            show(ProgressUpdate("step 2 of 2 · searching", 0, 0, share=share))
+    told = [line.rpartition(" · searching")[2] for line in capsys.readouterr().err.splitlines()]
+    # From the first count on, the mean speed says 240, 280, 320 and 60 s: twice the end is later.
+    assert told == ["", "", ": about 4 min left", "", "", ": about 60 s left"]
 
 
 def test_steps_beyond_the_plan_and_resumed_ones_let_no_share_fall() -> None:

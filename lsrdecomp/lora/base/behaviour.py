@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -52,22 +51,6 @@ class Behaviour:
         return None
 
     @property
-    def exact_match_error(self) -> float | None:
-        """Standard error of ``exact_match_rate`` over examples; None for fewer than two.
-
-        It says how far other texts of the same kind may lie from these. Texts of another kind,
-        longer ones above all, may lie further.
-        """
-        rate = self.exact_match_rate
-        if rate is None or self.examples < 2:
-            return None
-        return math.sqrt(rate * (1.0 - rate) / (self.examples - 1))
-
-    def exact_match_text(self) -> str:
-        """Return in how many of the texts all top predictions are the same; empty if not known."""
-        if self.exact_match_rate is None:
-            return ""
-        error = ""
-        if self.exact_match_error is not None:
-            error = f" ± {100.0 * self.exact_match_error:.0f}"
-        return f", all along in {100.0 * self.exact_match_rate:.0f}{error} % of these texts"
+    def same_answers(self) -> float | None:
+        """Share of examples that are answered alike: at every token, or with the same class."""
+        return self.agreement if self.unit == "example" else self.exact_match_rate

@@ -42,7 +42,7 @@ from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.progress import OnStep, PlannedSteps
 from lsrdecomp.lora.files.statistics import Statistics, read_statistics
 from lsrdecomp.lora.files.writing import WEIGHTS
-from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity, Measurement, share_kept
+from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity, Measurement
 from lsrdecomp.lora.search.effort import LIMITS_BESIDE_A_BASE
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import CompressionPlan, Search, share_of_effect
@@ -52,7 +52,6 @@ from lsrdecomp.lora.search.searched import Compression, described, search_adapte
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lsrdecomp.lora.base.behaviour import Behaviour
     from lsrdecomp.lora.base.texts import Item, Texts
     from lsrdecomp.lora.compress.goals import Goal, ShapeSearch
     from lsrdecomp.lora.compress.variants import CompressedVariant, VariantCache
@@ -79,6 +78,7 @@ def compress(
     kl: float | None = None,
     separation_rank: int | None = None,
     keep: float | None = None,
+    keep_answers: float | None = None,
     storage: str | None = None,
     structure: str | None = None,
     max_rank: int | None = None,
@@ -106,13 +106,16 @@ def compress(
     plan : CompressionPlan, optional
         The goal as a value that can be used again, with storage, structure and shapes.
     ratio, bytes, parameters, rtol, energy, kl, separation_rank : number, optional
-        The goal, where there is no plan: one of these, as `CompressionPlan` has it, or ``keep``.
-        Without one of them ``max_rank`` is the goal.
+        The goal, where there is no plan: one of these, as `CompressionPlan` has it, ``keep`` or
+        ``keep_answers``. Without one of them ``max_rank`` is the goal.
     keep : float, optional
         With ``base``: find the smallest version that keeps this share of the LoRA's effect.
+    keep_answers : float, optional
+        With ``base``: find the smallest version that gives this share of the LoRA's whole answers:
+        greedy ones, word for word, to prompts that measure nothing else; or its classes.
     storage : str, optional
-        As in a plan. Absent, it is the LoRA's dtype; with ``bytes`` or ``keep``, the number of bits
-        that suits each layer best.
+        As in a plan. Absent, it is the LoRA's dtype; with ``bytes``, ``keep`` or ``keep_answers``,
+        the number of bits that suits each layer best.
     structure, max_rank, min_rank, inner_shape : optional
         As in a plan.
     base : str, path, module or Base, optional
@@ -187,6 +190,7 @@ def compress(
         "kl": kl,
         "separation_rank": separation_rank,
         "keep": keep,
+        "keep_answers": keep_answers,
         "storage": storage,
         "structure": structure,
         "max_rank": max_rank,
@@ -348,7 +352,16 @@ def _compress_measured(
     best, goal = _best_of_passes(variants, make_goal, settings.passes, steps)
     # 4. Measure what is reported, on texts that selected nothing before.
     steps.begin("measuring what is reported")
-    best, behaviour, held_out_measurements = _held_out_choice(best, goal, evaluator, target_share)
+    requested = {"requested": target_share, "requested_answers": settings.keep_answers}
+
+    def measure_held_out(variant: CompressedVariant) -> Fidelity:
+        behaviour = variant.behaviour
+        if evaluator.selection_reference is not evaluator.reference:
+            behaviour = evaluator.measure_held_out(variant.path)
+        name = data_name(request.data)
+        return evaluator.fidelity(behaviour, variant.path, checkpoint, name, **requested)
+
+    best, fidelity = _held_out_choice(best, goal, measure_held_out)
     # 5. Keep its files, apart from the journal, and compare its answers.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     answers: list[AnswerPair] = []
@@ -361,18 +374,10 @@ def _compress_measured(
         )
     mismatches = [pair for pair in answers if not pair.matches]
     # 6. Report what was measured.
-    fidelity = evaluator.fidelity(
-        behaviour,
-        best.path,
-        checkpoint,
-        data_name(request.data),
-        distilled=best.steps,
-        measurements=len(variants.measurements),
-        held_out_measurements=held_out_measurements,
-        requested=target_share,
-        answered=len(answers),
-        n_matching=len(answers) - len(mismatches),
-    )
+    n_measured = len(variants.measurements)
+    fidelity = replace(fidelity, distilled=best.steps, measurements=n_measured)
+    if evaluator.selection_reference is evaluator.reference:  # few texts: the same ones chose
+        fidelity = replace(fidelity, held_out_measurements=n_measured)
     fields = dict(vars(best.compression))
     fields.update(
         fidelity=fidelity,
@@ -406,6 +411,7 @@ def _open_base(
         settings,
         chooses=request.plan is None or request.plan.kl is not None,
         trains=bool(settings.distill),
+        by_answers=settings.keep_answers is not None,
         journal=journal,
         on_step=steps,
     )
@@ -460,11 +466,10 @@ def _goal(
     request: Request,
     target_share: float | None,
 ) -> Goal:
-    """Return the goal of one pass: the share, or the plan."""
-    from lsrdecomp.lora.compress.goals import PlanGoal, ShareGoal
+    """Return the goal of one pass: the share, the whole answers, or the plan."""
+    from lsrdecomp.lora.compress.goals import AnswerGoal, PlanGoal, ShareGoal
 
-    if target_share is None:
-        assert request.plan is not None
+    if request.plan is not None and request.plan.kl is None:
         return PlanGoal(variants, search_shapes, request.plan)
     plan_options = {
         "storage": request.storage,
@@ -472,7 +477,11 @@ def _goal(
         "min_rank": request.min_rank,
         "structure": request.structure,
     }
-    return ShareGoal(variants, search_shapes, target_share, plan_options)
+    if target_share is not None:
+        return ShareGoal(variants, search_shapes, target_share, plan_options)
+    assert request.measured is not None
+    assert request.measured.keep_answers is not None
+    return AnswerGoal(variants, search_shapes, request.measured.keep_answers, plan_options)
 
 
 def _best_of_passes(
@@ -507,32 +516,27 @@ def _best_of_passes(
 def _held_out_choice(
     best: CompressedVariant,
     goal: Goal,
-    evaluator: Evaluator,
-    target_share: float | None,
-) -> tuple[CompressedVariant, Behaviour, int]:
-    """Return the variant to write, its behaviour on the held-out texts, and how many ran there.
+    measure_held_out: Callable[[CompressedVariant], Fidelity],
+) -> tuple[CompressedVariant, Fidelity]:
+    """Return the variant to write, and its fidelity on the held-out texts.
 
     While the best one keeps less than was asked there, a larger one is measured as well. These
     texts were found to be harder than the selection texts, so they show rather too little of the
     larger one than too much.
     """
-    if evaluator.selection_reference is evaluator.reference:
-        return best, best.behaviour, 1
-    behaviour = evaluator.measure_held_out(best.path)
+    fidelity = measure_held_out(best)
     n_measured = 1
-    while n_measured <= MAX_REPLACEMENTS:
-        if target_share is None or share_kept(behaviour) >= target_share:
-            break
-        larger = goal.replacement(best, behaviour)
+    while n_measured <= MAX_REPLACEMENTS and fidelity.is_short:
+        larger = goal.replacement(best, fidelity)
         if larger is None:
             break
-        again = evaluator.measure_held_out(larger.path)
+        again = measure_held_out(larger)
         n_measured += 1
-        if share_kept(again) <= share_kept(behaviour):
+        if again.shortfall >= fidelity.shortfall:
             break
         best = larger
-        behaviour = again
-    return best, behaviour, n_measured
+        fidelity = again
+    return best, replace(fidelity, held_out_measurements=n_measured)
 
 
 def _measure_truncated_svd(

@@ -27,10 +27,10 @@ from lsrdecomp.lora.search.plan import CompressionPlan
 from lsrdecomp.lora.search.searched import HEADER_BYTES, SearchedAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from lsrdecomp.lora.base.behaviour import Behaviour
     from lsrdecomp.lora.compress.variants import CompressedVariant, VariantCache
+    from lsrdecomp.lora.measure.fidelity import Fidelity
 
     ShapeSearch = Callable[..., SearchedAdapter]
     """`search_adapter` for the LoRA, called with plans and ``statistics``."""
@@ -79,6 +79,18 @@ PRUNED_RESIDUAL = 0.8
 is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each. It is above these: what fails is
 trained for nothing, and what keeps too much is pruned once more."""
 
+SLOPE_GUESS = 8.0
+"""Fall of the logarithm of the share of whole answers with the root of the lost share of the
+effect, until answers were counted; 6 to 9 for E2E (SmolLM2), whose answers have 25 words."""
+SLOPE_GUESS_CLASSIFIER = 0.25
+"""The same for classes; 0.25 for the demo."""
+MIN_ANSWERS = 0.25
+"""Variants that keep a smaller share of answers say little about those that keep most; by hand."""
+FIRST_ANSWERS = 0.5
+"""Share of answers that the first variant is aimed at; by hand."""
+MAX_TARGETS = 3
+"""Times that the share is moved which should keep the answers; by hand."""
+
 
 class Goal(Protocol):
     """A goal in the norm of one pass, and the variants that reach it."""
@@ -96,7 +108,7 @@ class Goal(Protocol):
         """Return whether one variant is nearer to the goal than another."""
 
     def replacement(
-        self, variant: CompressedVariant, held_out: Behaviour
+        self, variant: CompressedVariant, held_out: Fidelity
     ) -> CompressedVariant | None:
         """Return what to write in place of a variant that fails on held-out texts, if anything."""
 
@@ -128,7 +140,7 @@ class PlanGoal:
         return share_kept(new.behaviour) > share_kept(old.behaviour)
 
     def replacement(
-        self, variant: CompressedVariant, held_out: Behaviour
+        self, variant: CompressedVariant, held_out: Fidelity
     ) -> CompressedVariant | None:
         """Return None: a plan has one variant."""
 
@@ -222,7 +234,7 @@ class ShareGoal:
             return full_size
 
     def replacement(
-        self, variant: CompressedVariant, held_out: Behaviour
+        self, variant: CompressedVariant, held_out: Fidelity
     ) -> CompressedVariant | None:
         """Return a larger variant that should keep the share on the held-out texts as well.
 
@@ -233,8 +245,8 @@ class ShareGoal:
         ----------
         variant : CompressedVariant
             As `trained` or `untrained` returned it.
-        held_out : Behaviour
-            Its behaviour on the held-out texts.
+        held_out : Fidelity
+            What it keeps of the held-out texts.
 
         Returns
         -------
@@ -257,7 +269,25 @@ class ShareGoal:
         passing = [each for each in better if self._passes_surely(each)]
         if passing:
             return min(passing, key=self._total_size)
+        # 4. Where no pruning makes a clear miss good, train the next size.
+        if held_out.is_missed:
+            larger = self._larger_trained(variant)
+            if larger is not None:
+                return larger
         return min(better, key=loss_of, default=None)
+
+    def _larger_trained(self, variant: CompressedVariant) -> CompressedVariant | None:
+        """Return a larger variant, trained to keep the share and the excess loss."""
+        first = variant
+        while first.origin is not None:
+            first = first.origin
+        if first.distillation is None or self.allowed_loss <= 0.0:
+            return None
+        untrained_loss = 1.0 - share_kept(first.distillation.before)
+        residual = max(loss_of(first), MIN_LOSS) / max(untrained_loss, MIN_LOSS)
+        start = self.sizes.variant_near_loss(AIM * self.allowed_loss / residual)
+        larger = self._train(start, MAX_TRAINED + 1)
+        return larger if loss_of(larger) < loss_of(variant) else None
 
     def _larger_untrained(self, variant: CompressedVariant) -> CompressedVariant | None:
         """Return the smallest variant that keeps the share and the excess loss, untrained.
@@ -331,9 +361,7 @@ class ShareGoal:
     def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
         """Train a variant until it keeps a little more than the share, or to the last step."""
         ratio = variant.compression.totals.ratio
-        stage_prefix = (
-            f"training {number} of at most {MAX_TRAINED}, {ratio:.3g} times fewer numbers: "
-        )
+        stage_prefix = f"training {number}, {ratio:.3g} times fewer numbers: "
         stop_at = self.target_share + EARLY_STOP_MARGIN * self.allowed_loss
         result = self.variants.train(variant, stage_prefix, stop_at)
         # Training stops before its result is rounded. If what is written keeps too little, or may
@@ -443,3 +471,119 @@ class ShareGoal:
                     raise
             else:
                 return self.variants.measure(compression)
+
+
+class AnswerGoal(ShareGoal):
+    """The goal of whole answers: that of a share of the effect, which moves until they are kept.
+
+    An answer changes where a token's runner-up overtakes it, and how far logits move grows as the
+    root of the divergence. So of variants that lose a share l of the effect on the LoRA's own
+    answers, about exp(−slope · l^½) of the answers stay. The slope is estimated from all variants
+    that were measured, which is surer than the count of one, and says which share keeps enough.
+
+    Parameters
+    ----------
+    variants : VariantCache
+        Whose evaluator compares on the LoRA's own answers.
+    search_shapes : callable
+    target_answers : float
+        Share of the LoRA's whole answers that must be kept.
+    plan_options : Mapping
+    """
+
+    def __init__(
+        self,
+        variants: VariantCache,
+        search_shapes: ShapeSearch,
+        target_answers: float,
+        plan_options: Mapping[str, Any],
+    ) -> None:
+        self.target_answers = target_answers
+        is_classifier = variants.evaluator.source.head in EXAMPLE_HEADS
+        self.slope = SLOPE_GUESS_CLASSIFIER if is_classifier else SLOPE_GUESS
+        self._trained: list[CompressedVariant] = []
+        needed = 1.0 - self._loss_at(target_answers)
+        super().__init__(variants, search_shapes, needed, plan_options)
+
+    def _loss_at(self, answers: float) -> float:
+        """Return the lost share of the effect at which so many answers are estimated to stay."""
+        return min(1.0, (-math.log(answers) / self.slope) ** 2)
+
+    def _learn(self, variants: Iterable[CompressedVariant]) -> None:
+        """Estimate the slope from the answers of some variants."""
+        log_answers = 0.0
+        root_losses = 0.0
+        for variant in variants:
+            examples = variant.behaviour.examples
+            answers = variant.behaviour.same_answers or 0.0
+            if answers < MIN_ANSWERS:
+                continue
+            # Half an answer more and less, so that all of a few are not taken for all of many.
+            log_answers -= math.log((answers * examples + 0.5) / (examples + 1.0))
+            root_losses += math.sqrt(max(loss_of(variant), MIN_LOSS))
+        if root_losses > 0.0:
+            self.slope = log_answers / root_losses
+        self.target_share = 1.0 - self._loss_at(self.target_answers)
+
+    def untrained(self) -> CompressedVariant:
+        """Return the smallest variant that is estimated to keep the answers without training.
+
+        Where none does, the largest of those that were measured.
+        """
+        # A small variant is soon solved, and says how far the guess is right.
+        self.sizes.variant_near_loss(self._loss_at(FIRST_ANSWERS), max_measured=1)
+        for _ in range(MAX_TARGETS):
+            self._learn(self.sizes.measured.values())
+            n_measured = len(self.sizes.measured)
+            try:
+                variant = self.sizes.smallest(
+                    self.target_share, on_measured=self._announce_measured
+                )
+            except BudgetError:
+                variant = self.sizes.measured[max(self.sizes.measured)]
+            if len(self.sizes.measured) == n_measured:
+                break
+        return variant
+
+    def trained(self) -> CompressedVariant:
+        """Return the smallest trained variant that is estimated to keep the answers."""
+        self.sizes.variant_near_loss(AIM * self.allowed_loss / self._residual_guess())
+        self._learn(self.sizes.measured.values())
+        for _ in range(MAX_TARGETS):
+            variant = super().trained()
+            if not self._trained:
+                break
+            before = self.target_share
+            self._learn(self._trained)
+            if self._passes(variant) or self.target_share <= before:
+                break
+        return variant
+
+    def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
+        """Train a variant, and remember it: its answers say which share keeps enough."""
+        result = super()._train(variant, number)
+        self._trained.append(result)
+        return result
+
+    def replacement(
+        self, variant: CompressedVariant, held_out: Fidelity
+    ) -> CompressedVariant | None:
+        """Return a larger variant that should keep the answers to the held-out prompts as well.
+
+        Each variant is expected to lose as many more of them as this one does.
+        """
+        answers = (held_out.n_matching + 0.5) / (held_out.answered + 1.0)
+        root_loss = math.sqrt(max(loss_of(variant), MIN_LOSS))
+        self.slope = max(self.slope, -math.log(answers) / root_loss)
+        self.target_share = 1.0 - self._loss_at(self.target_answers)
+        if variant.steps:
+            return self._larger_trained(variant) if held_out.is_missed else None
+        return self._larger_untrained(variant)
+
+    def _announce_measured(self, number: int, variant: CompressedVariant) -> None:
+        behaviour = variant.behaviour
+        n_same = round((behaviour.same_answers or 0.0) * behaviour.examples)
+        self.variants.evaluator.announce(
+            f"version {number} of at most {MAX_MEASURED} gives {n_same} of {behaviour.examples} "
+            f"answers, {100 * self.target_answers:g} % asked"
+        )

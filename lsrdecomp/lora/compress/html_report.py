@@ -103,8 +103,11 @@ def _headline(compression: Compression) -> str:
             f"({total.ratio:.3g} times fewer), as {plan.storage}."
         )
     error = "" if fidelity.standard_error is None else f" ± {100 * fidelity.standard_error:.1f}"
+    answers = ""
+    if fidelity.requested_answers is not None:
+        answers = f"gives {fidelity.n_matching} of {fidelity.answered} and "
     return (
-        f"{asked}: it keeps {100 * fidelity.kept:.1f}{error} % on {fidelity.texts}, "
+        f"{asked}: it {answers}keeps {100 * fidelity.kept:.1f}{error} % on {fidelity.texts}, "
         f"in {size_text(fidelity.bytes_after)} of "
         f"{size_text(fidelity.bytes_before)}."
     )
@@ -115,6 +118,8 @@ def _goal_text(compression: Compression) -> str:
     fidelity, plan = compression.fidelity, compression.plan
     if fidelity is not None and fidelity.requested is not None:
         return f"Asked for {100 * fidelity.requested:.3g} % of the LoRA's effect"
+    if fidelity is not None and fidelity.requested_answers is not None:
+        return f"Asked for {100 * fidelity.requested_answers:.3g} % of the LoRA's whole answers"
     (goal,) = goals_of(plan.to_json())
     value = getattr(plan, goal)
     texts = {
@@ -166,13 +171,20 @@ def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
     parameters = ("parameters", f"{total.parameters:,} of {total.parameters_before:,}")
     if fidelity is not None:
         before, after = fidelity.bytes_before, fidelity.bytes_after
-        tiles = [
+        tiles = []
+        if fidelity.answered:
+            matching = f"{fidelity.n_matching} of {fidelity.answered}"
+            tiles.append(("whole answers are the LoRA's", matching))
+        if fidelity.prompt_kept is not None:
+            prompt_kept = f"{100 * fidelity.prompt_kept:.1f} %"
+            tiles.append(("kept of what depends on the prompt", prompt_kept))
+        tiles += [
             ("kept of the LoRA's effect", f"{100 * fidelity.kept:.1f} %"),
             ("weight file and config", f"{size_text(before)} → {size_text(after)}"),
             parameters,
             (f"KL to the LoRA, nats per {fidelity.unit}", f"{fidelity.kl:.3g}"),
         ]
-        if fidelity.agreement is not None:
+        if fidelity.agreement is not None and fidelity.unit == "token":
             tiles.append(("top prediction agrees", f"{100 * fidelity.agreement:.0f} %"))
         return tiles
     tiles = [parameters]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,9 @@ class Evaluator:
     trains : bool
         Whether variants will be trained too. Then three selection texts are set aside for four that
         are held out, and they also say when a training ends.
+    by_answers : bool
+        Whether a variant will be selected by whole answers. Then as many texts are set aside for
+        that as are held out, and the LoRA's own answers to them are what variants are compared on.
     journal : Journal, optional
         Keeps texts that the model writes.
     on_step : callable, optional
@@ -120,7 +123,8 @@ class Evaluator:
     reference : Reference
         The LoRA's outputs on them.
     selection_reference : Reference
-        The LoRA's outputs on the selection texts; without any, `reference`.
+        The LoRA's outputs on the selection texts, or on its own answers to them; without any,
+        `reference`.
     monitors_by_selection : bool
         Whether the selection texts say when a training ends.
     batch_size : int
@@ -149,6 +153,7 @@ class Evaluator:
         *,
         chooses: bool = False,
         trains: bool = False,
+        by_answers: bool = False,
         journal: Journal | None = None,
         on_step: OnStep | None = None,
     ) -> None:
@@ -185,6 +190,8 @@ class Evaluator:
         n_selection = 0
         if chooses:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
+        if by_answers:
+            n_selection = min(len(self.held_out), len(remaining) // 2)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
         if self.written is not None:
@@ -196,8 +203,21 @@ class Evaluator:
         self.meter = Meter(self.source, self.held_out, self.settings)
         self.reference = self.meter.reference
         self.selection_reference = self.reference
-        if self.selection_texts:
+        if by_answers and self.source.head is not Head.classification:
+            self.selection_reference = self._own_answers_to(self.selection_texts)
+        elif self.selection_texts:
             self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
+
+    def _own_answers_to(self, texts: Sequence[Item]) -> Reference:
+        """Return the LoRA's outputs on its own greedy answers; raise `LsrError` without prompts."""
+        _, reference = self.meter.answers_to(texts)
+        if reference is None:
+            raise LsrError(
+                "there are no whole answers to keep: those of a language model are to prompts "
+                "(JSON lines with prompt and completion), those of a classifier are classes; "
+                "--keep (keep=) asks for a share of the effect"
+            )
+        return reference
 
     def _hold_out(
         self, texts: Sequence[Item], max_share: float = 0.25
@@ -441,8 +461,7 @@ class Evaluator:
         if self.meter.prompts:
             self.announce("comparing whole answers")
             variant = self.base.with_adapter(written)
-            n_matching, answered = self.meter.whole_answers(variant)
-            annotations |= {"n_matching": n_matching, "answered": answered}
+            annotations |= asdict(self.meter.whole_answers(variant))
         return Fidelity.of(
             behaviour,
             data=data,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
 from lsrdecomp.markup import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
     WRITTEN: (0.001, 0.021, 2),
@@ -58,11 +61,22 @@ class AnswerPair:
         return self.lora == self.variant
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerMatches:
+    """How much of a LoRA's own greedy answers to prompts another adapter has."""
+
+    answered: int = 0
+    n_matching: int = 0
+    prompt_kept: float | None = None
+    prompt_error: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fidelity(Behaviour):
     """The behaviour of a written variant on held-out texts, and how it was measured.
 
-    The share kept is 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter).
+    The share kept is 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter). The page of the guide on
+    what is measured defines every figure.
 
     Attributes
     ----------
@@ -80,11 +94,18 @@ class Fidelity(Behaviour):
         Variants that were measured on the held-out texts: more than one if the first kept less
         there than was asked. Then these texts have helped to select this one.
     requested : float, optional
-        The share that was asked for.
+        The share of the effect that was asked for.
+    requested_answers : float, optional
+        The share of whole answers that was asked for.
     answered : int
         Held-out texts whose whole answers, classes or greedy completions, were compared.
     n_matching : int
         Texts among them to which variant and LoRA have the same answer.
+    prompt_kept : float, optional
+        Share that is kept of what depends on the prompt: 1 − KL(LoRA ‖ compressed) /
+        KL(LoRA ‖ blind) on the LoRA's own answers.
+    prompt_error : float, optional
+        Its standard error over answers.
     written : str, optional
         What the held-out texts are where they are none of ``data``, such as texts that the model
         wrote itself.
@@ -93,18 +114,28 @@ class Fidelity(Behaviour):
     --------
     >>> behaviour = Behaviour(128, 3000, "token", 0.0842, 0.91, 1.79, 0.008)
     >>> files = {"bytes_before": 3_700_000, "bytes_after": 12_000}
-    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", **files)
+    >>> answers = {"answered": 64, "n_matching": 41, "prompt_kept": 0.812, "prompt_error": 0.02}
+    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", **files, **answers)
     >>> fidelity
-    Measured: keeps 95.3 ± 0.8 % of the LoRA's effect on 128 held-out texts of a.jsonl
+    Measured: gives the LoRA's whole answer to 41 of 64 held-out prompts (52 to 75 %)
+       keeps 81.2 ± 2.0 % of what depends on the prompt
+       keeps 95.3 ± 0.8 % of the LoRA's effect on 128 held-out texts of a.jsonl
        KL to the LoRA 0.0842 nats per token, 1.79 without an adapter; top prediction agrees on 91 %
        files 3.7 MB → 12 kB
-    >>> fidelity.sentence()[:39]
-    "keeps 95.3 ± 0.8 % of the LoRA's effect"
+    >>> fidelity.sentence()[:57]
+    "gives the LoRA's whole answer to 41 of 64 held-out prompt"
     """
 
     poor_below: ClassVar[float] = 0.5
     """A warning is due for a variant that keeps less than this share; by hand."""
-    json_keys: ClassVar[dict[str, str]] = {"requested": "asked", "n_matching": "alike"}
+    far_above: ClassVar[float] = 0.1
+    """A warning is due above so many nats a token, whatever the share: most whole answers differ
+    there. By hand."""
+    json_keys: ClassVar[dict[str, str]] = {
+        "requested": "asked",
+        "requested_answers": "asked_answers",
+        "n_matching": "alike",
+    }
     """Keys of fields in JSON that differ from their names: earlier releases wrote them so."""
 
     data: str
@@ -116,13 +147,22 @@ class Fidelity(Behaviour):
     measurements: int = 1
     held_out_measurements: int = 1
     requested: float | None = None
+    requested_answers: float | None = None
     answered: int = 0
     n_matching: int = 0
+    prompt_kept: float | None = None
+    prompt_error: float | None = None
     written: str | None = None
 
     @classmethod
     def of(cls, behaviour: Behaviour, **annotations: Any) -> Fidelity:
-        """Return a behaviour with how it was measured: the other fields."""
+        """Return a behaviour with how it was measured: the other fields.
+
+        The whole answer of a classifier is its class.
+        """
+        if behaviour.unit == "example" and behaviour.agreement is not None:
+            n_matching = round(behaviour.agreement * behaviour.examples)
+            annotations |= {"answered": behaviour.examples, "n_matching": n_matching}
         return cls(**asdict(behaviour), **annotations)
 
     @property
@@ -136,6 +176,32 @@ class Fidelity(Behaviour):
         return self.kept < self.poor_below
 
     @property
+    def is_far(self) -> bool:
+        """Whether the answers are so far from the LoRA's that a warning is due."""
+        return self.unit == "token" and self.kl > self.far_above
+
+    @property
+    def shortfall(self) -> float:
+        """How much less was kept than was asked for; 0 or less where that much was kept."""
+        if self.requested_answers is not None and self.answered:
+            return self.requested_answers - self.n_matching / self.answered
+        return 0.0 if self.requested is None else self.requested - self.kept
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less was kept than was asked for, if only by chance."""
+        return self.shortfall > 0.0
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether less was kept than was asked for, by more than the standard error."""
+        error = self.standard_error or 0.0
+        if self.requested_answers is not None and self.answered:
+            answers = self.n_matching / self.answered
+            error = math.sqrt(answers * (1.0 - answers) / self.answered)
+        return self.shortfall > error
+
+    @property
     def texts(self) -> str:
         """The number of held-out texts, and what they are."""
         if self.written is not None:
@@ -144,63 +210,78 @@ class Fidelity(Behaviour):
         kind = "examples" if has_numbers else "texts"
         return f"{self.examples} held-out {kind} of {self.data}"
 
-    @property
-    def matching_interval(self) -> tuple[float, float] | None:
-        """The interval of two standard errors around the share of equal whole answers, Wilson's."""
-        return wilson_interval(self.n_matching, self.answered) if self.answered else None
-
     def sentence(self) -> str:
-        """Return the kept share as one sentence, without its subject."""
-        kept, divergence, *others = self._clauses()
-        return " · ".join([f"{kept} ({divergence})", *others])
+        """Return what is kept as one sentence, without its subject."""
+        return " · ".join([*self._answer_clauses(), *self._other_clauses()])
 
     def __repr__(self) -> str:
         """Return the sentence, a line for each of its clauses."""
-        return "Measured: " + "\n   ".join(self._clauses())
+        return "Measured: " + "\n   ".join([*self._answer_clauses(), *self._other_clauses()])
 
-    def _clauses(self) -> list[str]:
-        """Return the parts of the sentence: share, divergence and agreement, files, training."""
-        error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
-        files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
-        if self.head_bytes:
-            head = "classifier head" if self.unit == "example" else "of other modules"
-            files += f" (both include the {size_text(self.head_bytes)} {head})"
+    def _answer_clauses(self) -> Iterator[str]:
+        """Yield what is kept of whole answers, and of what depends on the prompt."""
+        if self.answered:
+            low, high = wilson_interval(self.n_matching, self.answered)
+            interval = f"{100 * low:.0f} to {100 * high:.0f} %"
+            answer, texts = "whole answer", "prompts"
+            if self.unit == "example":
+                answer, texts = "class", "texts"
+            asked = self._asked_text(self.requested_answers)
+            yield (
+                f"gives the LoRA's {answer} to {self.n_matching} of {self.answered} held-out "
+                f"{texts} ({interval}){asked}"
+            )
+        if self.right is not None and any(self.right):
+            base, lora, variant = self.right
+            yield f"right answers: base {base}, LoRA {lora}, this {variant} of {self.examples}"
+        if self.prompt_kept is not None:
+            error = _error_text(self.prompt_error)
+            yield f"keeps {100 * self.prompt_kept:.1f}{error} % of what depends on the prompt"
+
+    def _other_clauses(self) -> Iterator[str]:
+        """Yield the share of the effect, divergence and agreement, files and training."""
+        error = _error_text(self.standard_error)
+        asked = self._asked_text(self.requested)
+        yield f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect{asked} on {self.texts}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
         if self.agreement is None and self.unit == "example":  # outputs that are numbers
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
-        clauses = [
-            f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect on {self.texts}",
-            f"{divergence}, {self.effect:.3g} without an adapter{self._agreement_text()}",
-        ]
+        divergence += f", {self.effect:.3g} without an adapter"
+        if self.agreement is not None and self.unit == "token":
+            divergence += f"; top prediction agrees on {100 * self.agreement:.0f} %"
+        yield divergence
         if self.bytes_after:  # a server has none
-            clauses.append(files)
+            files = f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}"
+            if self.head_bytes:
+                head = "classifier head" if self.unit == "example" else "of other modules"
+                files += f" (both include the {size_text(self.head_bytes)} {head})"
+            yield files
         if self.written is not None:
-            clauses.append(bias_text(self.written))
+            yield bias_text(self.written)
+        if self.held_out_measurements > 1:
+            yield f"{self.held_out_measurements} versions were measured on these texts"
         if self.distilled:
-            clauses.append(f"distilled for {self.distilled} steps")
-        return clauses
+            yield f"distilled for {self.distilled} steps"
 
-    def _agreement_text(self) -> str:
-        """Return the end of a clause: how often predictions and answers are the same."""
-        text = ""
-        if self.agreement is not None:
-            text += f"; top prediction agrees on {100 * self.agreement:.0f} %"
-        text += self.exact_match_text()
-        if self.answered:
-            low, high = wilson_interval(self.n_matching, self.answered)
-            text += f"; the same whole answer to {self.n_matching} of {self.answered} texts"
-            text += f" ({100 * low:.0f} to {100 * high:.0f} %)"
-        if self.right is not None and any(self.right):
-            base, lora, variant = self.right
-            text += f"; right answers: base {base}, LoRA {lora}, this {variant} of {self.examples}"
-        return text
+    def _asked_text(self, requested: float | None) -> str:
+        """Return what was asked for, in brackets, and whether it was missed."""
+        if requested is None:
+            return ""
+        missed = ": missed" if self.is_missed else ""
+        return f" ({100 * requested:g} % asked{missed})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file, the sentence among them."""
         values = {self.json_keys.get(name, name): value for name, value in asdict(self).items()}
-        values["exact_match_error"] = self.exact_match_error
-        values["alike_interval"] = self.matching_interval
+        values["alike_interval"] = None
+        if self.answered:
+            values["alike_interval"] = list(wilson_interval(self.n_matching, self.answered))
         return {"kept": self.kept, **values, "sentence": self.sentence()}
+
+
+def _error_text(standard_error: float | None) -> str:
+    """Return a standard error behind a percentage; empty if it is not known."""
+    return "" if standard_error is None else f" ± {100 * standard_error:.1f}"
 
 
 def bias_text(written: str) -> str:

@@ -411,15 +411,14 @@ class _Work:
             served = ServedOutputs(client, meter, self.on_step)
             behaviour = served.compare()
             self._announce("comparing whole answers")
-            n_matching, answered = served.whole_answers()
+            matches = served.whole_answers()
         return Fidelity.of(
             behaviour,
             data=data_name(self.data),
             base=Path(model_name(opened)).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=0,
-            answered=answered,
-            n_matching=n_matching,
+            **asdict(matches),
             written=written,
         )
 
@@ -483,7 +482,7 @@ class _Work:
             self._announce("comparing outputs")
             behaviour = meter.compare(compared)
             self._announce("comparing whole answers")
-            n_matching, answered = meter.whole_answers(compared)
+            matches = meter.whole_answers(compared)
         if written is not None:
             behaviour = replace(behaviour, right=None)
         size = sum(file.stat().st_size for file in _files_of(path)) if is_merged else 0
@@ -493,8 +492,7 @@ class _Work:
             base=Path(model_name(plain)).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=size or bytes_to_open(_weights_of(path, other)),
-            answered=answered,
-            n_matching=n_matching,
+            **asdict(matches),
             written=written,
         )
 

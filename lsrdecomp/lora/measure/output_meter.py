@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor
 
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.gateway import library_class, open_pretrained
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
 from lsrdecomp.lora.base.batches import prompt_batches, text_batches
 from lsrdecomp.lora.base.dataset import PromptExample
-from lsrdecomp.lora.base.divergence import Reference
+from lsrdecomp.lora.base.divergence import Reference, divergences, ratio_standard_error
+from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import greedy_answers
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
 from lsrdecomp.lora.base.texts import Item, n_characters
 from lsrdecomp.lora.base.tokens import TokenizedExample, token_batches, tokenize
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.tensors import first_line
+from lsrdecomp.lora.measure.fidelity import AnswerMatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +39,10 @@ MIN_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
 MAX_ANSWERED = 64
 """Maximum prompts that are answered in whole; by hand, for a fifth of the time of a measurement."""
+MAX_BLIND = 16
+"""Maximum answers that the LoRA predicts from other prompts; by hand, for as much time again."""
+N_OTHER_PROMPTS = 8
+"""Other prompts for each of them; by hand."""
 
 
 def default_batch(base: Base) -> int:
@@ -93,6 +101,7 @@ class Meter:
         batches = evaluation_batches(source, texts, settings, self.size)
         self.reference = Reference(source, batches)
         self._answers: tuple[list[TokenizedExample], Reference | None] | None = None
+        self._blind: Tensor | None = None
         if not self.reference.effect > MIN_EFFECT:
             raise LsrError(
                 "the adapter changes no output on these data (divergence "
@@ -108,38 +117,56 @@ class Meter:
     @property
     def prompts(self) -> list[PromptExample]:
         """The texts that are answered in whole: those with a prompt before their completion."""
+        return self._prompts(self.texts)
+
+    def _prompts(self, texts: Sequence[Item]) -> list[PromptExample]:
         if self.source.head is not Head.causal_lm or self.source.batches is not None:
             return []
         return [
             text
-            for text in self.texts
+            for text in texts
             if isinstance(text, PromptExample) and (text.prompt or text.messages)
         ]
 
-    def whole_answers(self, other: Base) -> tuple[int, int]:
-        """Return to how many prompts another has the LoRA's own greedy answer, and of how many.
+    def whole_answers(self, other: Base) -> AnswerMatches:
+        """Return to how many prompts another has the LoRA's own greedy answer.
 
-        It has if its top prediction is the LoRA's all along the LoRA's answer: one forward pass.
+        It has if its top prediction is the LoRA's all along the LoRA's answer, up to and with its
+        end: one forward pass.
         """
         _, reference = self.own_answers()
         if reference is None:
-            return 0, 0
-        rate = reference.compare(other).exact_match_rate
-        assert rate is not None
-        return round(rate * reference.examples), reference.examples
+            return AnswerMatches()
+        lost, n_equal_tokens, _ = reference.compare_examples(other)
+        n_matching = int((n_equal_tokens == reference.counts).sum())
+        if self._blind is None:
+            self._blind = self._blind_losses()
+        blind = self._blind
+        if not float(blind.sum()) > MIN_EFFECT:
+            return AnswerMatches(reference.examples, n_matching)
+        lost = lost[: len(blind)]
+        return AnswerMatches(
+            reference.examples,
+            n_matching,
+            prompt_kept=1.0 - float(lost.sum() / blind.sum()),
+            prompt_error=ratio_standard_error(lost, blind),
+        )
 
     def own_answers(self) -> tuple[list[TokenizedExample], Reference | None]:
         """Return the prompts with the LoRA's answers as tokens, and its outputs on them."""
-        if self._answers is not None:
-            return self._answers
+        if self._answers is None:
+            self._answers = self.answers_to(self.texts)
+        return self._answers
+
+    def answers_to(self, texts: Sequence[Item]) -> tuple[list[TokenizedExample], Reference | None]:
+        """Return the prompts among some texts, with the LoRA's answers and its outputs on them."""
         source = self.source
-        prompts = self.prompts[:MAX_ANSWERED]
+        prompts = self._prompts(texts)[:MAX_ANSWERED]
         rows = tokenize(prompts, source.tokenizer, **self.settings.prompt_limits)
         beginnings = [_before_completion(row) for row in rows]
         beginnings = [beginning for beginning in beginnings if beginning]
         if not beginnings:
-            self._answers = [], None
-            return self._answers
+            return [], None
         answers = greedy_answers(
             source.model,
             source.tokenizer,
@@ -148,15 +175,52 @@ class Meter:
             batch_size=2 * self.size,
         )
         answered = [
-            TokenizedExample(
-                (*beginning, *answer), (*([False] * len(beginning)), *([True] * len(answer)))
-            )
+            _with_answer(beginning, answer)
             for beginning, answer in zip(beginnings, answers, strict=True)
         ]
         pad = source.tokenizer.pad_token_id
         batches = token_batches(answered, size=self.size, seed=None, pad_token_id=pad)
-        self._answers = answered, Reference(source, batches)
-        return self._answers
+        return answered, Reference(source, batches)
+
+    def _blind_losses(self) -> Tensor:
+        """Return Σ KL(LoRA ‖ blind) of the first of the LoRA's own answers, nats.
+
+        A blind adapter sees the answer so far and not the prompt: its distribution is the mean of
+        the LoRA's after the same beginning of the answer to `N_OTHER_PROMPTS` other prompts. Zero
+        where there are too few prompts.
+        """
+        rows, _ = self.own_answers()
+        prompts = {_before_completion(row) for row in rows}
+        if len(prompts) <= N_OTHER_PROMPTS:
+            return torch.zeros(1)
+        generator = Random(self.settings.seed)
+        losses = []
+        for row in rows[:MAX_BLIND]:
+            prompt = _before_completion(row)
+            chosen = generator.sample(sorted(prompts - {prompt}), N_OTHER_PROMPTS)
+            losses.append(self._blind_loss(row, prompt, chosen))
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def _blind_loss(
+        self, row: TokenizedExample, prompt: Sequence[int], others: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Return Σ KL(LoRA ‖ blind) over the tokens of one answer, nats."""
+        answer = row.ids[len(prompt) :]
+        rows = [_with_answer(other, answer) for other in (prompt, *others)]
+        pad = self.source.tokenizer.pad_token_id
+        (batch,) = token_batches(rows, size=len(rows), seed=None, pad_token_id=pad)
+        logits = forward(self.source, batch).logits
+        logits = logits.reshape(len(rows), len(answer), -1)
+        # The logarithm of a sum of probabilities; its constant drops out of the divergence.
+        blind = logits[1:].log_softmax(-1).logsumexp(0)
+        return divergences(logits[0], blind, self.source.head).sum().cpu()
+
+
+def _with_answer(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
+    """Return a prompt and its answer as one example, of which the answer is predicted."""
+    mask = (*([False] * len(prompt)), *([True] * len(answer)))
+    return TokenizedExample((*prompt, *answer), mask)
 
 
 def _before_completion(row: TokenizedExample) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from lsrdecomp.lora.base.divergence import ratio_standard_error, without_delta
 from lsrdecomp.lora.base.heads import Head
 from lsrdecomp.lora.base.tokens import tokenize
 from lsrdecomp.lora.files.progress import Counter
+from lsrdecomp.lora.measure.fidelity import AnswerMatches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,8 +110,8 @@ class ServedOutputs:
             ),
         )
 
-    def whole_answers(self) -> tuple[int, int]:
-        """Return to how many prompts the server has the LoRA's greedy answer, and of how many."""
+    def whole_answers(self) -> AnswerMatches:
+        """Return to how many prompts the server has the LoRA's greedy answer."""
         rows, _ = self.meter.own_answers()
         tokenizer = self.meter.source.tokenizer
         n_matching = 0
@@ -119,7 +120,7 @@ class ServedOutputs:
             expected = tokenizer.decode(row.ids[start:], skip_special_tokens=True).strip()
             found = self.client.complete(row.ids[:start], len(row) - start)
             n_matching += found.strip() == expected
-        return n_matching, len(rows[:MAX_ASKED])
+        return AnswerMatches(len(rows[:MAX_ASKED]), n_matching)
 
     @torch.no_grad()
     def _own(

@@ -88,6 +88,14 @@ class MeasuredSettings(EvaluatorSettings):
         SHARE,
         "With --base: find the smallest version that keeps this share of the effect.",
     ] = None
+    keep_answers: Annotated[
+        float | None,
+        ON_COMMAND_LINE,
+        TRAINING,
+        SHARE,
+        "With --base: find the smallest version that gives this share of the LoRA's answers, word "
+        "for word.",
+    ] = None
     distill: Annotated[
         int,
         ON_COMMAND_LINE,

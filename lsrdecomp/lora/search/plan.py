@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.search.shapes import Configuration
 
 GOALS = ("rtol", "energy", "separation_rank", "parameters", "ratio", "bytes", "kl")
+SHARES_TO_KEEP = ("keep", "keep_answers")
+"""Goals that are measured on a base, for which plans are made later."""
 """Goals of which a plan has one. ``max_rank`` is the goal where there is no other."""
 ODD_WIDTHS = ("int6", "int5", "int3", "int2")
 """Widths of codes that layers may have where they choose; an adapter as a whole has none."""
@@ -338,7 +340,8 @@ GOALS_IN_WORDS = (
 def goals_of(given: Mapping[str, Any]) -> list[str]:
     """Return the goals among settings that are not None."""
     goals = [name for name in GOALS if given.get(name) is not None]
-    if not goals and given.get("keep") is None and given.get("max_rank") is not None:
+    is_measured = any(given.get(name) is not None for name in SHARES_TO_KEEP)
+    if not goals and not is_measured and given.get("max_rank") is not None:
         return ["max_rank"]
     return goals
 

@@ -23,6 +23,7 @@ from lsrdecomp.lora.search.plan import (
     ON_A_BASE,
     ON_DEVICE,
     SEARCHING,
+    SHARES_TO_KEEP,
     SIZED,
     STORAGES,
     TO_DIRECTORY,
@@ -66,7 +67,7 @@ class Interface:
 PYTHON = Interface(
     name=str,
     argument="{}=".format,
-    goals=f"{GOALS_IN_WORDS}, or with a base a share to keep (keep)",
+    goals=f"{GOALS_IN_WORDS}, or with a base a share to keep (keep, keep_answers)",
     leave_truncated="call lsrdecomp.compress",
     truncate="lsrdecomp.lora.compress.truncate",
 )
@@ -86,7 +87,7 @@ class Request:
     """
 
     route: Route
-    goal: str  # the name of the field: one of GOALS, or keep
+    goal: str  # the name of the field: one of GOALS or of SHARES_TO_KEEP
     plan: CompressionPlan | None = None  # None for a share to keep, whose plans are made later
     storage: str | None = None  # None if none was given; see `for_adapter`
     max_rank: int | None = None
@@ -149,10 +150,10 @@ class Request:
             route = Route.SEARCHED
         base = interface.argument("base")
         data = interface.argument("data")
-        if goal == "keep" and route is Route.SEARCHED:
+        if goal in SHARES_TO_KEEP and route is Route.SEARCHED:
             raise BudgetError(
                 f"a share to keep is measured on a base: give {base}, and {data} if you have "
-                f"texts, with {interface.argument('keep')}; without a base ask for a size, such "
+                f"texts, with {interface.argument(goal)}; without a base ask for a size, such "
                 f"as {_example(interface, 'ratio', 4)}"
             )
         # 2. Refuse what the route does not read.
@@ -180,7 +181,7 @@ class Request:
             chosen = {name: given[name] for name in CompressionPlan.fields if name in given}
             # The plans for a share to keep are made later. Their common settings are checked now,
             # in a plan of any size.
-            if goal == "keep":
+            if goal in SHARES_TO_KEEP:
                 chosen["ratio"] = 2.0
             plan = CompressionPlan(**chosen)
         if plan.kl is not None and route is Route.SEARCHED:
@@ -193,7 +194,7 @@ class Request:
         return cls(
             route=route,
             goal=goal,
-            plan=None if goal == "keep" else plan,
+            plan=None if goal in SHARES_TO_KEEP else plan,
             storage=plan.storage,
             max_rank=plan.max_rank,
             min_rank=plan.min_rank,
@@ -337,7 +338,7 @@ def _goal(given: Mapping[str, Any], plan: CompressionPlan | None, interface: Int
             raise BudgetError(
                 f"a plan was given, and {' and '.join(beside)} beside it: one of the two"
             )
-    goals = ["keep"] if "keep" in given else []
+    goals = [name for name in SHARES_TO_KEEP if name in given]
     goals += goals_of(given if plan is None else {**given, **plan.to_json()})
     if len(goals) != 1:
         names = " and ".join(map(interface.name, goals)) or "none"

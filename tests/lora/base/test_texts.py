@@ -126,8 +126,8 @@ def test_a_fidelity_says_in_words_and_numbers_what_was_measured() -> None:
     files = {"bytes_before": 3_700_000, "bytes_after": 12_000}
     plain = Fidelity.of(behaviour, data="a.jsonl", base="b", **files)
     assert plain.sentence() == (
-        "keeps 95.0 % of the LoRA's effect on 128 held-out texts of a.jsonl (KL to the LoRA 0.0842 "
-        "nats per token, 1.68 without an adapter) · files 3.7 MB → 12 kB"
+        "keeps 95.0 % of the LoRA's effect on 128 held-out texts of a.jsonl · KL to the LoRA "
+        "0.0842 nats per token, 1.68 without an adapter · files 3.7 MB → 12 kB"
     )
     written = plain.to_json()
     assert (written["kept"], written["measurements"], written["distilled"]) == (plain.kept, 1, 0)
@@ -135,7 +135,8 @@ def test_a_fidelity_says_in_words_and_numbers_what_was_measured() -> None:
     compared = Fidelity.of(
         behaviour, data="a.jsonl", base="b", **files, answered=32, n_matching=30, head_bytes=3100
     )
-    assert "; the same whole answer to 30 of 32 texts (80 to 98 %))" in compared.sentence()
+    answers = "gives the LoRA's whole answer to 30 of 32 held-out prompts (80 to 98 %) · keeps 95.0"
+    assert compared.sentence().startswith(answers)
     assert compared.sentence().endswith("(both include the 3.1 kB of other modules)")
     trained = Fidelity.of(behaviour, data="a.jsonl", base="b", **files, distilled=40)
     assert trained.sentence() == f"{plain.sentence()} · distilled for 40 steps"

@@ -1,4 +1,4 @@
-"""What a form answers in words: completions of held-out prompts, by greedy decoding."""
+"""What a version answers in words: greedy answers to held-out prompts, whole and word for word."""
 
 import random
 
@@ -10,7 +10,10 @@ pytest.importorskip("peft")
 from tiny_bases import write_directories  # noqa: E402
 
 from lsrdecomp.lora.base.dataset import PromptExample  # noqa: E402
+from lsrdecomp.lora.base.generation import greedy_answers  # noqa: E402
+from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
 from lsrdecomp.lora.measure.evaluator import Evaluator  # noqa: E402
+from lsrdecomp.lora.measure.output_meter import N_OTHER_PROMPTS, Meter  # noqa: E402
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
@@ -30,3 +33,75 @@ def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
     assert evaluator.compare_answers(folder / "lora", limit=3) == same[:3]
     evaluator.held_out = [("w1 w2", None)]
     assert evaluator.compare_answers(folder / "lora") == []
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return write_directories(tmp_path_factory.mktemp("causal"), "CAUSAL_LM")
+
+
+@pytest.fixture(scope="module")
+def meter(language_model):
+    prompts = [f"w{i % 30} w{(7 * i) % 30} w{i // 3}" for i in range(20)]
+    texts = [PromptExample(prompt, " w1 w2 w3 w4", prompt) for prompt in prompts]
+    source = load_base(language_model / "base", language_model / "lora")
+    return Meter(source, texts, EvaluatorSettings(batch=8))
+
+
+def test_one_pass_finds_the_answers_that_come_word_for_word(language_model, meter):
+    version = load_base(language_model / "base", language_model / "lsr")
+    rows, _ = meter.own_answers()
+    same = 0
+    for row in rows:
+        start = row.loss_mask.index(True)
+        (answer,) = greedy_answers(
+            version.model,
+            version.tokenizer,
+            [row.ids[:start]],
+            new_tokens=len(row) - start,
+            batch_size=1,
+        )
+        same += tuple(answer) == row.ids[start:]
+    found = meter.whole_answers(version)
+    assert (found.answered, found.n_matching) == (20, same)
+    assert 0 < same < 20  # else the count would tell nothing
+    own = meter.whole_answers(meter.source)
+    assert (own.answered, own.n_matching) == (20, 20)
+    assert own.prompt_kept == pytest.approx(1.0)
+
+
+def test_a_blind_adapter_keeps_nothing_of_what_depends_on_the_prompt(language_model, meter):
+    version = load_base(language_model / "base", language_model / "lsr")
+    rows, reference = meter.own_answers()
+    prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
+    generator = random.Random(0)
+    lost, blind = 0.0, 0.0
+    for index, row in enumerate(rows[:16]):
+        prompt = prompts[index]
+        others = generator.sample(sorted(set(prompts) - {prompt}), N_OTHER_PROMPTS)
+        answer = row.ids[len(prompt) :]
+        by_lora = _distributions(meter.source, prompt, answer)
+        by_version = _distributions(version, prompt, answer)
+        mean = torch.stack([_distributions(meter.source, other, answer) for other in others])
+        lost += float((by_lora * (by_lora / by_version).log()).sum())
+        blind += float((by_lora * (by_lora / mean.mean(0)).log()).sum())
+    found = meter.whole_answers(version)
+    assert found.prompt_kept == pytest.approx(1.0 - lost / blind, rel=1e-4)
+    assert 0.0 < found.prompt_error < 1.0
+    # Of the whole effect, which is the form of an answer as well, more is kept.
+    assert reference.compare(version).kept != pytest.approx(found.prompt_kept, abs=1e-3)
+
+
+@torch.no_grad()
+def _distributions(base, prompt, answer):
+    """Return the probabilities of each token of an answer after a prompt."""
+    logits = base.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double()
+    return logits[len(prompt) - 1 : -1].softmax(-1)
+
+
+def test_where_no_answer_depends_on_its_prompt_no_share_of_that_is_given(language_model):
+    texts = [PromptExample("w1 w2", " w3 w4", f"line {i}") for i in range(9)]
+    source = load_base(language_model / "base", language_model / "lora")
+    found = Meter(source, texts, EvaluatorSettings()).whole_answers(source)
+    assert (found.answered, found.n_matching) == (9, 9)
+    assert (found.prompt_kept, found.prompt_error) == (None, None)

@@ -1,0 +1,80 @@
+"""The picture of whole answers: how many of one LoRA's answers are kept, against bytes.
+
+python -m benchmarks.language.answer_curve_picture benchmarks/results/answer_curve.json
+docs/images/answers-by-bytes.png
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import record as records
+from benchmarks.language.answer_curve import LSR, STORED, SVD
+from lsrdecomp import plots
+from lsrdecomp.lora.measure.fidelity import wilson_interval
+from lsrdecomp.plots.pictures import dress, line_style, name_lines, new_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    Row = dict[str, Any]
+
+LINES = {LSR: "LSR, as compressed", SVD: "truncated SVD"}
+"""Methods that are drawn as lines, and their names."""
+STORED_MARKERS = ("*", "p")
+"""Of the whole LoRA, in the order of `STORED`."""
+SIZES = (8, 30, 60, 120, 240, 500, 1000)
+"""Named sizes, in kB."""
+
+
+def draw(rows: Sequence[Row]) -> Axes:
+    """Draw a line a method, and a point for each storage of the whole LoRA, with intervals."""
+    axes = new_axes()
+    axes.set(xscale="log", ylim=(0.0, 105.0))
+    for method, label in [*LINES.items(), *zip(STORED, STORED, strict=True)]:
+        points = sorted((row for row in rows if row["method"] == method), key=lambda x: x["bytes"])
+        if not points:
+            continue
+        kilobytes = [row["bytes"] / 1000 for row in points]
+        shares = [100 * row["n_matching"] / row["answered"] for row in points]
+        intervals = [wilson_interval(row["n_matching"], row["answered"]) for row in points]
+        below = [share - 100 * low for share, (low, _) in zip(shares, intervals, strict=True)]
+        above = [100 * high - share for share, (_, high) in zip(shares, intervals, strict=True)]
+        style = line_style(label)
+        if method not in LINES:
+            style |= {"linestyle": "none", "marker": STORED_MARKERS[STORED.index(method)]}
+        axes.plot(kilobytes, shares, label=label, **style)
+        axes.errorbar(
+            kilobytes,
+            shares,
+            yerr=[[max(0.0, each) for each in side] for side in (below, above)],
+            color=style["color"],
+            linestyle="none",
+            capsize=2,
+            linewidth=0.8,
+        )
+    n_answers = max(row["answered"] for row in rows)
+    dress(
+        axes,
+        "total size on disk, kB (log scale)",
+        f"answers word for word the LoRA's, % of {n_answers}",
+    )
+    low, high = axes.get_xlim()
+    shown = [size for size in SIZES if low <= size <= high]
+    axes.xaxis.set_ticks(shown, labels=[f"{size:g}" for size in shown])
+    axes.minorticks_off()
+    name_lines(axes)
+    return axes
+
+
+def main(source: Path, out: Path) -> None:
+    """Draw the picture of a record."""
+    plots.save_figure(draw(records.load(source)["rows"]), out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
