@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LINES = {LSR: "LSR, as compressed", SVD: "truncated SVD"}
 """Methods that are drawn as lines, and their names."""
-STORED_MARKERS = ("*", "p")
-"""Of the whole LoRA, in the order of `STORED`."""
+STORED_MARKERS = dict(zip(STORED, "*p", strict=True))
+"""Of the whole LoRA, by its storage."""
 SIZES = (8, 30, 60, 120, 240, 500, 1000)
 """Named sizes, in kB."""
 
@@ -46,7 +46,7 @@ def draw(rows: Sequence[Row]) -> Axes:
         above = [100 * high - share for share, (_, high) in zip(shares, intervals, strict=True)]
         style = line_style(label)
         if method not in LINES:
-            style |= {"linestyle": "none", "marker": STORED_MARKERS[STORED.index(method)]}
+            style |= {"linestyle": "none", "marker": STORED_MARKERS[method]}
         axes.plot(kilobytes, shares, label=label, **style)
         axes.errorbar(
             kilobytes,
