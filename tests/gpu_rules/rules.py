@@ -204,7 +204,7 @@ def on_device(gpu, monkeypatch):
 def run_settings(language, **changes):
     """Return settings of a short run."""
     values = {
-        "model": str(language / "base"),
+        "base": str(language / "base"),
         "data": str(language / "rows.jsonl"),
         "log_every": 0,
         "learning_rate": 1e-3,

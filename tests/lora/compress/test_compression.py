@@ -22,7 +22,7 @@ from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.lora.compress.export import export_lora
 from lsrdecomp.lora.files import open_checkpoint, write_lsr
 from lsrdecomp.lora.files.file_checks import bytes_to_open
-from lsrdecomp.lora.files.statistics import read_statistics
+from lsrdecomp.lora.files.statistics import Statistics, read_statistics
 from lsrdecomp.lora.measure.verify_files import verify
 from lsrdecomp.lora.search.curves import adapter_curves
 from lsrdecomp.lora.search.layers import Layer, layer_pair, layer_product
@@ -476,18 +476,18 @@ def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
 
 
 def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(
-    few, tmp_path
+    few,
 ):
     """Second-order values are several times too low; the relative error times the effect is not."""
-    shipped = Path(str(files("lsrdecomp.cli") / "demo_statistics"))
-    shutil.copytree(shipped, tmp_path / "of-this")
-    shutil.copytree(shipped, tmp_path / "of-another")
-    for name, digest in (("of-this", few.source_sha256), ("of-another", "0" * 64)):
-        place = tmp_path / name / "statistics.json"
-        facts = json.loads(place.read_text())
-        facts["settings"] |= {"effect": 0.3, "adapter": digest}
-        place.write_text(json.dumps(facts))
-    ours, other = (read_statistics(tmp_path / name) for name in ("of-this", "of-another"))
+    shipped = read_statistics(Path(str(files("lsrdecomp.cli") / "demo_statistics")))
+
+    def measured_with(digest):
+        settings = {**shipped.metadata["settings"], "effect": 0.3, "adapter": digest}
+        return Statistics(
+            {**shipped.metadata, "settings": settings}, shipped._tensors, shipped.path
+        )
+
+    ours, other = measured_with(few.source_sha256), measured_with("0" * 64)
     half = compress(few, CompressionPlan(kl=0.15), statistics=ours, search=QUICK)
     assert half.totals.kl == pytest.approx(0.3 * half.totals.functional_error**2, rel=1e-12)
     assert 0.06 < half.totals.kl <= 0.15 * (1 + 1e-9)

@@ -125,4 +125,4 @@ def test_the_table_in_the_docs_has_a_row_for_every_format_and_no_other():
         line.split(" | ")[0].removeprefix("| ") for line in lines[start : start + len(KEYS) + 1]
     ]
     assert named[:-1] == list(KEYS)
-    assert named[-1] == ""
+    assert named[-1] in ("", ":::")  # where the table ends
