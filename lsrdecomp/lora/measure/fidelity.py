@@ -85,6 +85,9 @@ class Fidelity(Behaviour):
         Held-out texts whose whole answers, classes or greedy completions, were compared.
     n_matching : int
         Texts among them to which variant and LoRA have the same answer.
+    kind : str
+        What the held-out data are called: texts, images, sounds, or examples of a model of one's
+        own.
     written : str, optional
         What the held-out texts are where they are none of ``data``, such as texts that the model
         wrote itself.
@@ -118,6 +121,7 @@ class Fidelity(Behaviour):
     requested: float | None = None
     answered: int = 0
     n_matching: int = 0
+    kind: str = "texts"
     written: str | None = None
 
     @classmethod
@@ -140,9 +144,7 @@ class Fidelity(Behaviour):
         """The number of held-out texts, and what they are."""
         if self.written is not None:
             return f"{self.examples} {self.written}"
-        has_numbers = self.agreement is None and self.unit == "example"
-        kind = "examples" if has_numbers else "texts"
-        return f"{self.examples} held-out {kind} of {self.data}"
+        return f"{self.examples} held-out {self.kind} of {self.data}"
 
     @property
     def matching_interval(self) -> tuple[float, float] | None:
