@@ -375,7 +375,8 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
             "the same texts."
         )
     if result.fidelity.written is None:
-        yield "The share is an estimate for texts like these; of others less may be kept."
+        kind = result.fidelity.kind
+        yield f"The share is an estimate for {kind} like these; of others less may be kept."
     else:
         yield (
             "The share is an estimate without texts of the LoRA's task; give some by --data for a "
@@ -422,7 +423,7 @@ def _warn_if_poor(results: Sequence[Compression], *, distilled: bool) -> bool:
         elif fidelity.is_poor:
             tables.say(
                 f"WARNING: this version keeps only {100 * fidelity.kept:.0f} % of the LoRA's "
-                f"effect; try --keep 0.9, {more}, or texts closer to its task"
+                f"effect; try --keep 0.9, {more}, or {fidelity.kind} closer to its task"
             )
         elif fidelity.is_far:
             tables.say(

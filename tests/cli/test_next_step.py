@@ -238,6 +238,10 @@ def test_what_is_no_file_of_pairs_is_told_why_and_what_to_do(kind, words, tmp_pa
         assert "it came from" not in said
     code, said = run(*small, "small")
     assert (code, words in said) == ((0, False) if directory else (2, True)), said
+    if kind == "lokr":  # it is told before a base is opened and run
+        (tmp_path / "base").mkdir()
+        code, said = run(*small[:2], "--base", "base", "--keep", "0.9", "--out", "kept")
+        assert (code, words in said) == (2, True), said
     code, said = run("export", "style.safetensors", "--out", "lora", "--to", "lora")
     assert code == (2 if kind == "dora" else 0), said
     assert kind == "dora" or open_checkpoint(tmp_path / "lora").format == "peft-lora"

@@ -189,6 +189,13 @@ def _as_item(text: object, index: int) -> Item:
     )
 
 
+def kind_of(items: Sequence[Item]) -> str:
+    """Return what items are called together: texts, images, sounds, or examples."""
+    if items and all(isinstance(item, Path) for item in items):
+        return "sounds" if all(item.suffix.lower() == ".wav" for item in items) else "images"
+    return "examples" if any(isinstance(item, Example) for item in items) else "texts"
+
+
 def data_name(data: str | Path | Texts | None) -> str:
     """Return the name of the texts in a sentence: of their file, or their number."""
     if data is None:
@@ -224,7 +231,7 @@ def split_texts(
         groups.setdefault(_beginning(text), []).append(text)
     if len(groups) < MIN_TEXTS:
         raise LsrError(
-            f"{len(groups)} different texts are too few: {MIN_TEXTS} are needed, a few "
+            f"{len(groups)} different {kind_of(texts)} are too few: {MIN_TEXTS} are needed, a few "
             "hundred are better"
         )
     # 2. Go through the groups in random order, and hold out each that still fits.

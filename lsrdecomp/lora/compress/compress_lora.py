@@ -44,6 +44,7 @@ from lsrdecomp.lora.files.statistics import Statistics, read_statistics
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.fidelity import AnswerPair, Fidelity, Measurement
 from lsrdecomp.lora.search.effort import LIMITS_BESIDE_A_BASE
+from lsrdecomp.lora.search.layers import require_lora
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
 from lsrdecomp.lora.search.plan import CompressionPlan, Search, share_of_effect
 from lsrdecomp.lora.search.request import Request
@@ -231,6 +232,8 @@ def compress_request(
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
     if request.measured is not None:
+        for layer in checkpoint.layers:
+            require_lora(checkpoint, layer)  # before a base is opened and run
         steps = PlannedSteps(on_step, _step_times(request.measured))
         measured = _compress_measured(checkpoint, request, request.measured, statistics, steps)
         resolved = {**request.resolved(), "base": resolved_base(request.base)}

@@ -14,6 +14,7 @@ from .records import LoraLayer as LoraLayer
 from .statistics import read_statistics as read_statistics
 from .tensors import StoredTensor as StoredTensor
 from .writers.gguf import GgufBase as GgufBase
+from .writers.gguf import in_module_names as in_module_names
 from .writers.gguf import read_base as read_base
 from .writers.gguf import write_gguf as write_gguf
 from .writers.pairs import write_pairs as write_pairs

@@ -27,6 +27,7 @@ from lsrdecomp.lora.base.texts import (
     HELD_OUT_PROMPTS,
     Item,
     few_texts,
+    kind_of,
     n_characters,
     n_selection_texts,
     split_texts,
@@ -469,6 +470,7 @@ class Evaluator:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(weight_file(written)),
             head_bytes=source.extra_bytes,
+            kind=kind_of(self.held_out),
             written=self.written,
             **annotations,
         )

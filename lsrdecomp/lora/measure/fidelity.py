@@ -106,6 +106,9 @@ class Fidelity(Behaviour):
         KL(LoRA ‖ blind) on the LoRA's own answers.
     prompt_error : float, optional
         Its standard error over answers.
+    kind : str
+        What the held-out data are called: texts, images, sounds, or examples of a model of one's
+        own.
     written : str, optional
         What the held-out texts are where they are none of ``data``, such as texts that the model
         wrote itself.
@@ -152,6 +155,7 @@ class Fidelity(Behaviour):
     n_matching: int = 0
     prompt_kept: float | None = None
     prompt_error: float | None = None
+    kind: str = "texts"
     written: str | None = None
 
     @classmethod
@@ -206,9 +210,7 @@ class Fidelity(Behaviour):
         """The number of held-out texts, and what they are."""
         if self.written is not None:
             return f"{self.examples} {self.written}"
-        has_numbers = self.agreement is None and self.unit == "example"
-        kind = "examples" if has_numbers else "texts"
-        return f"{self.examples} held-out {kind} of {self.data}"
+        return f"{self.examples} held-out {self.kind} of {self.data}"
 
     def sentence(self) -> str:
         """Return what is kept as one sentence, without its subject."""

@@ -18,7 +18,7 @@ from lsrdecomp.lora.files.gguf_files import gguf_type, is_gguf_adapter
 from lsrdecomp.lora.files.tensors import DTYPES, read_header
 from lsrdecomp.lora.measure.layer_differences import SAME, StoredUpdate
 from lsrdecomp.lora.measure.symptoms import Reason
-from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.precision import PRECISIONS, unit_roundoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class MergedModel:
     @property
     def is_quantized(self) -> bool:
         """Whether the weights have fewer bits than a float has."""
-        return self.storage not in DTYPES
+        return self.storage not in PRECISIONS
 
     def updates(self, source: Checkpoint) -> dict[str, StoredUpdate]:
         """Return ΔW of the LoRA's layers that have a weight of their own in the model."""

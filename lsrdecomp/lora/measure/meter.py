@@ -18,9 +18,9 @@ import numpy as np
 
 from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError, needs
 from lsrdecomp.lora.base.any_adapter import open_adapter
-from lsrdecomp.lora.base.base_files import check_reachable, model_name
-from lsrdecomp.lora.base.texts import data_for, data_name
-from lsrdecomp.lora.files import CONFIG, FORMATS, write_lora
+from lsrdecomp.lora.base.base_files import check_reachable, model_name, reachable_base
+from lsrdecomp.lora.base.texts import data_for, data_name, kind_of
+from lsrdecomp.lora.files import CONFIG, FORMATS, in_module_names, read_base, write_lora
 from lsrdecomp.lora.files.base_modules import weight_files
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.format import open_bundle
@@ -309,6 +309,8 @@ class _Work:
         differences: list[LayerDifference] = []
         reasons: list[Reason] = []
         if other is not None:
+            if other.format == "gguf" != source.format:
+                other = self._from_gguf(other, source)
             source, other = _with_common_names(source, other)
             updates = {layer.name: _stored_update(other, layer) for layer in other.layers}
             differences = compare_layers(source, updates, on_step=self.on_step)
@@ -334,6 +336,17 @@ class _Work:
             len(source.layers) - len(differences),
             fidelity,
         )
+
+    def _from_gguf(self, other: Checkpoint, source: Checkpoint) -> Checkpoint:
+        """Return a LoRA of llama.cpp by the names and the order of rows of the base."""
+        if self.base_path is None:
+            raise CheckpointError(
+                "has the names of llama.cpp, and its order of rows, which the base tells: give it "
+                "by name or directory (--base, base=)",
+                path=other.path,
+            )
+        base = read_base(reachable_base(self.base_path))
+        return in_module_names(other, [layer.name for layer in source.layers], base)
 
     def of_model(self, path: Path) -> Comparison:
         """Compare with a model that the LoRA was merged into."""
@@ -419,6 +432,7 @@ class _Work:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=0,
             **asdict(matches),
+            kind=kind_of(meter.texts),
             written=written,
         )
 
@@ -493,6 +507,7 @@ class _Work:
             bytes_before=bytes_to_open(source.weights),
             bytes_after=size or bytes_to_open(_weights_of(path, other)),
             **asdict(matches),
+            kind=kind_of(meter.texts),
             written=written,
         )
 

@@ -113,6 +113,7 @@ def test_a_folder_is_enough_for_images_and_sounds(tmp_path, make, data, unit):
     assert result.fidelity.kept > 0.5
     assert result.fidelity.unit == unit
     assert result.fidelity.data == data
+    assert f"held-out {data} of {data}" in repr(result)
 
 
 def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):

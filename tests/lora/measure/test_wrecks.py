@@ -17,6 +17,7 @@ from tiny_language_model import write_rows  # noqa: E402
 from tiny_tokenizer import MARKS, WORDS, word_tokenizer  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
+from lsrdecomp.errors import CheckpointError  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint, write_lora  # noqa: E402
 from lsrdecomp.lora.search.layers import layer_pair  # noqa: E402
@@ -351,6 +352,20 @@ def test_a_base_of_four_bits_draws_what_is_added_back(place, tmp_path):
     assert "of ΔW is left" in found.reasons[0].sentence
 
 
+def test_a_weak_lora_in_a_model_that_bitsandbytes_saved_in_int8(measured, place, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="saves models in int8")
+    if not (place / "weak").exists():
+        changed(place, place / "weak", lora_alpha=0.02)
+    whole = merged(place, tmp_path / "whole", lora="weak")
+    eight_bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole, quantization_config=eight_bits)
+    save_model(model, tmp_path / "wreck")
+    found = measured(tmp_path / "wreck", "weak")
+    assert found.verdict != "whole"
+    assert [reason.code for reason in found.reasons] == ["rounded"]
+    assert "are rounded to int8" in found.reasons[0].sentence
+
+
 # -- sound outputs ---------------------------------------------------------------------------------
 
 
@@ -383,9 +398,11 @@ def test_what_peft_converts_is_whole(measured, place, tmp_path):
 
 def test_the_file_of_llama_cpp_is_whole(place, tmp_path, measured):
     pytest.importorskip("gguf", reason="reads and writes the files of llama.cpp")
-    from lsrdecomp.lora.files import read_base, write_gguf  # noqa: F401
-
     export_lora(
         open_checkpoint(place / "lora"), tmp_path / "l.gguf", to="gguf", base=place / "base"
     )
-    assert measured(tmp_path / "l.gguf").verdict == "whole"
+    found = measured(tmp_path / "l.gguf")
+    assert found.verdict == "whole", repr(found)
+    assert found.coverage == "16 of 16 layers compared; 0 not"
+    with pytest.raises(CheckpointError, match="has the names of llama.cpp.*--base"):
+        lsr.measure(place / "lora", tmp_path / "l.gguf")

@@ -7,8 +7,8 @@ come from the maps of the `gguf` package.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -386,15 +386,50 @@ def _check_layer(
         )
 
 
+def in_module_names(adapter: Checkpoint, modules: Iterable[str], base: GgufBase) -> Checkpoint:
+    """Return a LoRA of llama.cpp by the names of modules, with their order of rows.
+
+    Layers of other modules keep their names.
+    """
+    module_of = {base.find(module): module for module in modules}
+
+    def renamed(layer: Any) -> Any:
+        module = module_of.get(layer.name)
+        if module is None:
+            return layer
+        rows = partial(_in_module_order, layer.name, layer.up, base)
+        return replace(layer, name=module, up=replace(layer.up, fetch=rows))
+
+    return replace(adapter, layers=tuple(map(renamed, adapter.layers)))
+
+
+def _in_module_order(tensor: str, up: StoredTensor, base: GgufBase) -> Array:
+    """Return B with its rows as transformers orders those of this matrix."""
+    array = up.read()
+    heads = _heads_of_pairs(tensor, array, base)
+    if heads is None:
+        return array
+    pairs = array.reshape(heads, -1, 2, array.shape[1])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
 def _in_base_order(tensor: str, up: Array, base: GgufBase) -> Array:
     """Return B with its rows as GGUF orders those of this matrix."""
+    heads = _heads_of_pairs(tensor, up, base)
+    if heads is None:
+        return up
+    return up.reshape(heads, 2, -1, up.shape[1]).swapaxes(1, 2).reshape(up.shape)
+
+
+def _heads_of_pairs(tensor: str, up: Array, base: GgufBase) -> int | None:
+    """Return the heads whose rows GGUF orders otherwise; None where it leaves them."""
     which_heads = PERMUTED_ROWS.get(base.architecture, {}).get(tensor.rpartition(".")[2])
     if which_heads is None:
-        return up
+        return None
     heads = int(getattr(base, which_heads))
-    rows, rank = up.shape
+    rows = len(up)
     if rows % (2 * heads):
         raise CheckpointError(
             f"{tensor}: {rows} rows are not {heads} heads of pairs, as {base.path} says"
         )
-    return up.reshape(heads, 2, -1, rank).swapaxes(1, 2).reshape(up.shape)
+    return heads
