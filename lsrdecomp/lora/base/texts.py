@@ -191,8 +191,9 @@ def _as_item(text: object, index: int) -> Item:
 
 def kind_of(items: Sequence[Item]) -> str:
     """Return what items are called together: texts, images, sounds, or examples."""
-    if items and all(isinstance(item, Path) for item in items):
-        return "sounds" if all(item.suffix.lower() == ".wav" for item in items) else "images"
+    files = [item for item in items if isinstance(item, Path)]
+    if files:
+        return "sounds" if all(file.suffix.lower() == ".wav" for file in files) else "images"
     return "examples" if any(isinstance(item, Example) for item in items) else "texts"
 
 
