@@ -185,7 +185,8 @@ def test_every_setting_of_a_file_can_be_written_and_read(tmp_path):
         (tmp_path / name).write_text("")
     values = {
         "rtol": 0.5, "separation_rank": 2, "parameters": 1e3, "ratio": [96.0, 48.0], "bytes": 9000,
-        "kl": 0.1, "keep": 0.9, "inner_shape": [4, 2], "max_rank": 4, "structure": "lsr",
+        "kl": 0.1, "keep": 0.9, "keep_answers": 0.9,
+        "inner_shape": [4, 2], "max_rank": 4, "structure": "lsr",
         "only": ["*.attn.*"],
         "energy": 0.9, "min_rank": 1,
         "storage": "auto", "statistics": str(tmp_path / "statistics"), "workers": 2,

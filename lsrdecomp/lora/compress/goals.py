@@ -570,14 +570,17 @@ class AnswerGoal(ShareGoal):
     ) -> CompressedVariant | None:
         """Return a larger variant that should keep the answers to the held-out prompts as well.
 
-        Each variant is expected to lose as many more of them as this one does.
+        Each variant is expected to lose as many more of them as this one does. A few that are
+        missing may be chance: a larger version in place of it would be one by chance, too.
         """
+        if not held_out.is_missed:
+            return None
         answers = (held_out.n_matching + 0.5) / (held_out.answered + 1.0)
         root_loss = math.sqrt(max(loss_of(variant), MIN_LOSS))
         self.slope = max(self.slope, -math.log(answers) / root_loss)
         self.target_share = 1.0 - self._loss_at(self.target_answers)
         if variant.steps:
-            return self._larger_trained(variant) if held_out.is_missed else None
+            return self._larger_trained(variant)
         return self._larger_untrained(variant)
 
     def _announce_measured(self, number: int, variant: CompressedVariant) -> None:

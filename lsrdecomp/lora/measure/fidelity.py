@@ -237,14 +237,14 @@ class Fidelity(Behaviour):
             base, lora, variant = self.right
             yield f"right answers: base {base}, LoRA {lora}, this {variant} of {self.examples}"
         if self.prompt_kept is not None:
-            error = _error_text(self.prompt_error)
-            yield f"keeps {100 * self.prompt_kept:.1f}{error} % of what depends on the prompt"
+            share = _share_text(self.prompt_kept, self.prompt_error)
+            yield f"keeps {share} of what depends on the prompt"
 
     def _other_clauses(self) -> Iterator[str]:
         """Yield the share of the effect, divergence and agreement, files and training."""
-        error = _error_text(self.standard_error)
+        share = _share_text(self.kept, self.standard_error)
         asked = self._asked_text(self.requested)
-        yield f"keeps {100 * self.kept:.1f}{error} % of the LoRA's effect{asked} on {self.texts}"
+        yield f"keeps {share} of the LoRA's effect{asked} on {self.texts}"
         divergence = f"KL to the LoRA {self.kl:.3g} nats per {self.unit}"
         if self.agreement is None and self.unit == "example":  # outputs that are numbers
             divergence = f"half the squared distance to the LoRA's outputs {self.kl:.3g}"
@@ -281,9 +281,18 @@ class Fidelity(Behaviour):
         return {"kept": self.kept, **values, "sentence": self.sentence()}
 
 
-def _error_text(standard_error: float | None) -> str:
-    """Return a standard error behind a percentage; empty if it is not known."""
-    return "" if standard_error is None else f" ± {100 * standard_error:.1f}"
+def _share_text(share: float, standard_error: float | None) -> str:
+    """Return a share in percent with its standard error, to the first digit of that.
+
+    >>> _share_text(0.953, 0.008), _share_text(0.9999126, 3.5e-6), _share_text(0.95, None)
+    ('95.3 ± 0.8 %', '99.9913 ± 0.0003 %', '95.0 %')
+    """
+    if standard_error is None:
+        return f"{100 * share:.1f} %"
+    digits = 1
+    if 0.0 < standard_error < 0.0005:
+        digits = min(4, math.ceil(-math.log10(100 * standard_error)))
+    return f"{100 * share:.{digits}f} ± {100 * standard_error:.{digits}f} %"
 
 
 def bias_text(written: str) -> str:

@@ -25,7 +25,7 @@ from lsrdecomp.lora.compress import truncate
 from lsrdecomp.lora.files import Journal, open_checkpoint
 from lsrdecomp.lora.search import Search, search_adapter
 from lsrdecomp.lora.search.measured_settings import MeasuredSettings
-from lsrdecomp.lora.search.plan import GOALS, CompressionPlan, Resources
+from lsrdecomp.lora.search.plan import GOALS, SHARES_TO_KEEP, CompressionPlan, Resources
 from lsrdecomp.lora.search.request import READ_ON, SEARCH_ONLY, Request, Route
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 DOCS = Path(lsrdecomp.__file__).parent.parent / "docs"
 
-ALL_GOALS = (*GOALS, "keep")
+ALL_GOALS = (*GOALS, *SHARES_TO_KEEP)
 
 VALUES: dict[str, Any] = {
     "ratio": 9.0,
@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "rtol": 0.5,
     "kl": 0.1,
     "keep": 0.9,
+    "keep_answers": 0.9,
     "separation_rank": 3,
     "inner_shape": (2, 2),
     "max_rank": 3,
@@ -192,7 +193,7 @@ def question(route: Route, setting: str) -> tuple[dict[str, Any], dict[str, Any]
 def leads_elsewhere(route: Route, setting: str) -> bool:
     """Return whether a setting decides about the route by itself, so that no route is asked."""
     if route is Route.SEARCHED:
-        return setting in ("base", "separation_rank", "keep")
+        return setting in ("base", "separation_rank", *SHARES_TO_KEEP)
     if route is Route.GIVEN_TERMS:
         return setting in ("base", *ALL_GOALS) and setting != "separation_rank"
     return (route, setting) in ((Route.TRUNCATED, "base"), (Route.MEASURED, "to"))
