@@ -43,6 +43,7 @@ WITHOUT = {
         "remove_leftovers",
         "write_gguf",
         "write_lsr",
+        "in_module_names",
     },
     "lsrdecomp.operators": {
         "to_gpytorch",
