@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,11 @@ class AnswerCurve:
         cpu_seconds = round(time.process_time() - begin, 1)
         version = self.evaluator.base.with_adapter(written)
         behaviour = self.meter.compare(version)
-        n_matching, answered = self.meter.whole_answers(version)
+        matches = self.meter.whole_answers(version)
         row: Row = {
             **facts,
             "bytes": bytes_to_open(written / WEIGHTS),
-            "answered": answered,
-            "n_matching": n_matching,
+            **asdict(matches),
             "kept": behaviour.kept,
             "agreement": behaviour.agreement,
             "kl": behaviour.kl,
