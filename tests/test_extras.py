@@ -77,7 +77,7 @@ def test_a_verb_says_in_one_line_what_it_needs(missing, tmp_path):
     command = [sys.executable, "-c", WITHOUT, missing, json.dumps(VERBS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{verb} 2" for verb in VERBS]
-    lines = done.stderr.splitlines()
+    lines = [line for line in done.stderr.splitlines() if "lsrdecomp: step" not in line]
     assert len(lines) == len(VERBS)
     for line in lines:
         # What is imported first may be another package that wants the missing one

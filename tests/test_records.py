@@ -91,6 +91,11 @@ def by_seed(name):
 
 def in_readme():
     told = headline()
+    found = [row["found"]["exact_match_rate"] for row in by_seed("smollm2 keep .95 distill 60")]
+    yield (
+        f"{told.share} of the effect is not {told.share} of the answers: [word for word "
+        f"{told.sizes[1]} give {percent(sum(found) / len(found))} %]"
+    )
     yield (
         f"**A LoRA of {told.sentence}** (SmolLM2-135M, {told.minutes:.0f} minutes on one core, "
         f"the mean of {WORDS[told.runs]} runs)"
@@ -245,11 +250,28 @@ def of_gemma():
 def in_language_models():
     yield from of_bytes()
     yield from of_wording()
+    yield from of_whole_answers()
     yield from of_sums()
     yield from of_gemma()
     yield from of_speech()
     yield from of_calibration()
     yield from of_written_texts()
+
+
+def of_whole_answers():
+    def same(name):
+        found = [row["found"]["exact_match_rate"] for row in by_seed(name)]
+        return percent(sum(found) / len(found))
+
+    smaller, larger = map(same, ("smollm2 keep .95 distill 60", "smollm2 keep .99 distill 100"))
+    size = one_command("smollm2 keep .99 distill 100")["bytes"] / 1000
+    yield (
+        f"2.3 kB (`--keep 0.95 --distill 60`) give the LoRA's own answer, word for word, to {smaller} "
+        f"% of fresh prompts, and {size:.0f} kB (`--keep 0.99 --distill 100`) to {larger} %"
+    )
+    curve = record("answer_curve")["rows"]
+    assert {row["seed"] for row in curve} == {0}
+    assert {row["answered"] for row in curve} == {64}
 
 
 def of_written_texts():
