@@ -55,6 +55,24 @@ def leads(results: dict[str, Any]) -> Table:
     return ("task", "LSR ahead of", *map(kilobytes, budgets)), lines
 
 
+def whole_answers(results: dict[str, Any]) -> Table:
+    """Tabulate how many of a LoRA's whole answers each version gives, smallest first."""
+    rows = sorted(results["rows"], key=lambda row: row["bytes"])
+    lines = [
+        (
+            row["method"],
+            f"{row['bytes']:,}",
+            f"{row['n_matching']} of {row['answered']}",
+            f"{row['prompt_kept']:.4f}",
+            f"{row['kept']:.4f}",
+            f"{row['kl']:.2g}",
+        )
+        for row in rows
+    ]
+    head = ("", "bytes", "whole answers", "of what depends on the prompt", "of the effect", "nats")
+    return head, lines
+
+
 def rates_run(results: dict[str, Any]) -> Table:
     """Tabulate the share kept at each learning rate that was run, the best in bold."""
     lines = []
@@ -217,6 +235,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-sums": ("rivals.json", partial(kept_by_size, task="sums")),
     "small-adapters-gemma": ("rivals.json", partial(kept_by_size, task="E2E", base=GEMMA)),
     "small-adapters-leads": ("rivals.json", leads),
+    "whole-answers": ("answer_curve.json", whole_answers),
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
