@@ -266,10 +266,20 @@ def of_whole_answers():
     smaller, larger = map(same, ("smollm2 keep .95 distill 60", "smollm2 keep .99 distill 100"))
     size = one_command("smollm2 keep .99 distill 100")["bytes"] / 1000
     yield (
-        f"2.3 kB (`--keep 0.95 --distill 60`) give the LoRA's own answer, word for word, to {smaller} "
-        f"% of fresh prompts, and {size:.0f} kB (`--keep 0.99 --distill 100`) to {larger} %"
+        "2.3 kB (`--keep 0.95 --distill 60`) give the LoRA's own answer, word for word, to "
+        f"{smaller} % of fresh prompts, and {size:.0f} kB (`--keep 0.99 --distill 100`) to {larger} %"
     )
     curve = record("answer_curve")["rows"]
+    found = {(row["method"], row["budget"]): row["n_matching"] for row in curve}
+    (ours, theirs), (of_60, theirs_of_60), both = (
+        [found[method, budget] for method in ("LSR", "truncated SVD")]
+        for budget in (120_000, 60_000, 240_000)
+    )
+    assert min(both) >= 0.9 * 64
+    yield (
+        f"LSR gives {ours} of 64 answers in 120 kB, where truncated SVD gives {theirs}, and "
+        f"{of_60} to its {theirs_of_60} in 60 kB; at 240 kB both give nine of ten"
+    )
     assert {row["seed"] for row in curve} == {0}
     assert {row["answered"] for row in curve} == {64}
 

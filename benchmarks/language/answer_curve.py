@@ -67,9 +67,10 @@ class AnswerCurve:
         facts = {"task": self.task, "method": method, "budget": budget, "seed": self.seed}
         if any(facts.items() <= row.items() for row in self.record["rows"]):
             return
+        was_made = self._place(method, budget).exists()
         begin = time.process_time()
         written = self._written(method, budget)
-        cpu_seconds = round(time.process_time() - begin, 1)
+        cpu_seconds = None if was_made else round(time.process_time() - begin, 1)
         version = self.evaluator.base.with_adapter(written)
         behaviour = self.meter.compare(version)
         matches = self.meter.whole_answers(version)
@@ -87,9 +88,12 @@ class AnswerCurve:
         packages = ("torch", "transformers", "peft")
         self.record = records.save(self.out, record, *packages, seed=self.seed)
 
+    def _place(self, method: str, budget: int) -> Path:
+        return self.work / f"{method}-{budget}".replace(" ", "-")
+
     def _written(self, method: str, budget: int) -> Path:
         """Return the directory of a version, made at the first call."""
-        out = self.work / f"{method}-{budget}".replace(" ", "-")
+        out = self._place(method, budget)
         if out.exists():
             return out
         if method in STORED:

@@ -60,7 +60,7 @@ def draw(rows: Sequence[Row]) -> Axes:
     n_answers = max(row["answered"] for row in rows)
     dress(
         axes,
-        "total size on disk, kB (log scale)",
+        "total size on disk, kB",
         f"answers word for word the LoRA's, % of {n_answers}",
     )
     low, high = axes.get_xlim()
