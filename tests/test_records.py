@@ -267,7 +267,8 @@ def of_whole_answers():
     size = one_command("smollm2 keep .99 distill 100")["bytes"] / 1000
     yield (
         "2.3 kB (`--keep 0.95 --distill 60`) give the LoRA's own answer, word for word, to "
-        f"{smaller} % of fresh prompts, and {size:.0f} kB (`--keep 0.99 --distill 100`) to {larger} %"
+        f"{smaller} % of fresh prompts, "
+        f"and {size:.0f} kB (`--keep 0.99 --distill 100`) to {larger} %"
     )
     curve = record("answer_curve")["rows"]
     found = {(row["method"], row["budget"]): row["n_matching"] for row in curve}
