@@ -381,9 +381,11 @@ class SearchedAdapter:
                     break
             else:
                 high = min(high, factor_bytes)
-            # 3. Guess the next size: add the bytes that the file had to spare. If two sizes made
-            #    the same file, go nearly to the end of the interval.
-            guess = factor_bytes + max_bytes - file_size
+            # 3. Guess the next size: add the bytes that the file had to spare. A file may shrink by
+            #    less than its factors: until one fits, each surplus counts twice as much as before.
+            #    If two sizes made the same file, go nearly to the end of the interval.
+            times = 2.0 ** (len(file_sizes) - 1) if best is None else 1.0
+            guess = factor_bytes + times * (max_bytes - file_size)
             if file_sizes.count(file_size) > 1:
                 guess = low + 0.9 * (high - low)
             # A guess outside of the interval is replaced by its middle.

@@ -182,6 +182,20 @@ def test_too_few_bytes_say_what_would_do(block, searched):
         searched.compress(of_bytes(SIZES[0]))
 
 
+def test_a_file_that_shrinks_by_less_than_its_factors_is_found_nevertheless(few, monkeypatch):
+    """By an eighth here: steps of the surplus would come nearer to the size, and never below it."""
+    sizes = []
+
+    def grown(result):
+        sizes.append(10_000 + result.totals.bytes // 8)
+        return sizes[-1]
+
+    monkeypatch.setattr("lsrdecomp.lora.search.searched._written_bytes", grown)
+    result = compress(few, of_bytes(10_500), search=QUICK)
+    assert result.file_bytes == max(size for size in sizes if size <= 10_500)
+    assert sizes[0] > 10_500
+
+
 def test_statistics_change_what_is_kept(few):
     """One input direction and one layer's output matter most, so they are what is kept."""
     rng = np.random.default_rng(0)
