@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +70,7 @@ class Command:
 
 REVIEWS = "reviews"
 KEEP_95 = ("--keep", "0.95", "--distill", "60")
+ANSWERS_90 = ("--keep-answers", "0.9")
 COMMANDS = {
     "demo keep .8": Command(REVIEWS, ("--keep", "0.8")),
     "smollm2 keep .9": Command("e2e", ("--keep", "0.9")),
@@ -77,6 +78,8 @@ COMMANDS = {
     "smollm2 sums keep .95 distill 60": Command("arithmetic", KEEP_95),
     "smollm2 extraction keep .95 distill 60": Command("extraction", KEEP_95),
     "smollm2 keep .99 distill 100": Command("e2e", ("--keep", "0.99", "--distill", "100")),
+    "smollm2 answers .9": Command("e2e", ANSWERS_90),
+    "smollm2 answers .9 distill 60": Command("e2e", (*ANSWERS_90, "--distill", "60")),
 }
 OTHER_BASES = {
     "gemma-3-270m keep .9": Command("e2e", ("--keep", "0.9")),
@@ -312,30 +315,33 @@ def written(out: Path) -> dict[str, Any]:
 
 
 def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> dict[str, Any]:
-    """Return what a written directory keeps on texts that the command did not have."""
+    """Return what a written directory keeps on texts that the command did not have.
+
+    Divergences are those on the texts' own completions. Whole answers are the LoRA's own, to as
+    many of the prompts as `compress` asks.
+    """
     import torch
 
-    from lsrdecomp.lora.base.batches import prompt_batches
     from lsrdecomp.lora.base.dataset import read_examples
-    from lsrdecomp.lora.base.divergence import Reference
     from lsrdecomp.lora.base.open_bases import open_base
+    from lsrdecomp.lora.measure.evaluator import EvaluatorSettings
+    from lsrdecomp.lora.measure.output_meter import Meter
 
     torch.set_num_threads(1)
     plain = open_base(base, str(lora))
     source, compressed = plain.with_adapter(str(lora)), plain.with_adapter(out)
-    examples = sorted(read_examples(texts), key=lambda row: len(row.prompt) + len(row.completion))
-    batches = [
-        batch
-        for start in range(0, len(examples), 8)
-        for batch in prompt_batches(source, examples[start : start + 8], size=8, seed=0)
-    ]
-    behaviour = Reference(source, batches).compare(compressed)
+    meter = Meter(source, read_examples(texts), EvaluatorSettings())
+    behaviour = meter.compare(compressed)
     measures = ("examples", "kept", "standard_error", "agreement", "exact_match_rate")
-    return {key: getattr(behaviour, key) for key in measures}
+    on_completions = {key: getattr(behaviour, key) for key in measures}
+    return on_completions | asdict(meter.whole_answers(compressed))
 
 
 def timed_command(typed: list[str]) -> dict[str, Any]:
-    """Run a command of `lsrdecomp`; return processor seconds by stage and its largest memory."""
+    """Run a command of `lsrdecomp`; return processor seconds by stage and its largest memory.
+
+    A command that misses its goal writes what it found and exits with 1.
+    """
     clock = Stages()
     from lsrdecomp.cli.main import run
 
@@ -343,12 +349,14 @@ def timed_command(typed: list[str]) -> dict[str, Any]:
         patch("lsrdecomp.cli.compress_command.follow", clock.follow),
         patch.object(sys, "argv", ["lsrdecomp", *typed]),
     ):
+        exit_code = 0
         try:
             run()
         except SystemExit as error:
-            if error.code:
+            if error.code not in (None, 0, 1):
                 raise
-    return clock.report()
+            exit_code = error.code or 0
+    return {"exit_code": exit_code, **clock.report()}
 
 
 class Stages:
