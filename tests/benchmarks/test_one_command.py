@@ -49,7 +49,11 @@ def run(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_row_by_row_and_cheap_rows_come_first(run, capsys):
     words = ("--draws", "0", "1", "--resume")
     first, rows = run(*words)
-    assert first[:2] == [("smollm2 keep .9", 0), ("smollm2 keep .95 distill 60", 0)]
+    assert first[:3] == [
+        ("smollm2 keep .9", 0),
+        ("smollm2 answers .9", 0),
+        ("smollm2 keep .95 distill 60", 0),
+    ]
     assert [(row["name"], row["seed"]) for row in rows] == first
     assert "extraction keep .95 distill 60 is left out: no LoRA" in capsys.readouterr().err
     second, rows = run(*words)
