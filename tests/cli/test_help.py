@@ -1,6 +1,7 @@
 """Help that fits 80 columns, examples that the command line accepts, errors in its own words."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.help import EXAMPLES, PANELS, flags
 
+ROOT = Path(__file__).resolve().parents[2]
 VERBS = sorted(get_command(app).commands)
 
 
@@ -22,6 +24,13 @@ def test_no_short_help_is_cut_at_80_columns(monkeypatch):
     for verb in VERBS:
         assert get_command(app).commands[verb].help.split("\n")[0] in text, verb
     assert "..." not in text.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_whole_help_of_every_verb_is_on_its_page(verb):
+    flag = "--help-all" if verb in PANELS else "--help"
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert f"```{{shell}}\nlsrdecomp {verb} {flag}\n```" in page
 
 
 @pytest.mark.parametrize("verb", PANELS)
