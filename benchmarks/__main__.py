@@ -249,6 +249,14 @@ JOBS = (
         60,
         ("peft", "gguf"),
     ),
+    Job(
+        "answer curve",
+        ("answer_curve",),
+        "benchmarks.language.answer_curve --lora {loras}/e2e --data {tasks}/e2e/train.jsonl "
+        "--held {tasks}/e2e/held.jsonl --work {work}/answer-curve",
+        15,
+        ("peft",),
+    ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),
     Job(
         "one command",

@@ -34,6 +34,7 @@ COMPRESS, PAPER, TRAINED, SCALE = (
     "docs/evidence/scale.md",
 )
 IMAGES = "docs/guides/image-loras.md"
+MILLION = "docs/evidence/a-million-adapters.md"
 ACCURACY, SOLVERS, OPERATORS, KERNELS = (
     "docs/evidence/accuracy.md",
     "docs/evidence/solvers-measured.md",
@@ -116,6 +117,35 @@ def in_readme():
         "a 3 kB version without distillation solved no arithmetic problem, "
         f"[{right[0]} % distilled, the LoRA {right[1]} %]"
     )
+
+
+def in_a_million():
+    """What five gigabytes hold: measured bytes, and arithmetic."""
+    found = record("many_small")
+    (in_int4,) = (
+        row["bytes"]
+        for row in record("answer_curve")["rows"]
+        if row["method"] == "the LoRA in int4"
+    )
+    lora, packed, on_disk = (
+        found[key] for key in ("bytes_of_lora", "bytes_packed", "bytes_on_disk")
+    )
+    held = {size: 5e9 // size for size in (lora, in_int4, packed, on_disk)}
+    yield f"| the LoRA | {lora / 1e6:.1f} MB | {lora / 1e6:.1f} TB | {held[lora]:,.0f} |"
+    in_kb = f"{in_int4 / 1e3:.0f}"
+    yield f"| the LoRA in int4 | {in_kb} kB | {in_kb} GB | {held[in_int4]:,.0f} |"
+    yield (
+        f"| the small one, packed in a zip | {packed:,.0f} bytes | {packed / 1e3:.1f} GB | "
+        f"{held[packed] / 1e6:.2f} million |"
+    )
+    yield (
+        f"| the small one, two files in a directory | {on_disk:,.0f} bytes | "
+        f"{on_disk / 1e3:.1f} GB | {held[on_disk] / 1e6:.2f} million |"
+    )
+    yield f"The two files have {found['bytes']:,} bytes"
+    assert found["count"] == 10_000
+    ratio = found["milliseconds_to_open"] / found["milliseconds_to_open_lora"]
+    yield f"takes {ratio:.1f} times the processor time of opening the LoRA"
 
 
 def in_index():
@@ -925,6 +955,7 @@ CLAIMS = [
             OPERATORS: in_operators,
             KERNELS: in_kernels,
             IMAGES: in_image_loras,
+            MILLION: in_a_million,
         }
     ).items()
     for sentence in sentences()
