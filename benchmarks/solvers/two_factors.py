@@ -458,7 +458,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
             panel.loglog(
                 times, excesses, color=COLOURS[i], marker=MARKERS[i], markersize=5, label=label
             )
-        panel.set(title=problem, xlim=(0.004, 0.2), ylim=(EXACT / 300.0, 5.0))
+        panel.set(title=problem, xlim=(0.0025, 0.2), ylim=(EXACT / 300.0, 5.0))
         panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
