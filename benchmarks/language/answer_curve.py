@@ -1,13 +1,14 @@
-"""Whole answers kept against bytes: a LoRA compressed by LSR and by truncated SVD, untrained.
+"""Whole answers kept against bytes: a LoRA compressed by LSR and by truncated SVD.
 
     python -m benchmarks.language.answer_curve --lora e2e --data train.jsonl --held held.jsonl \\
         --work answer-curve-work [--bytes 8000 30000 60000 120000 240000] [--task E2E]
 
 A row is a version: its bytes, and to how many fresh prompts its greedy answer is the LoRA's, word
 for word. LSR is found in the Fisher norm of 64 texts of ``--data``, as ``compress --base --bytes``
-finds it. Truncated SVD is what ``compress --bytes`` writes without a base: the best number of bits
-in each layer. The LoRA itself is stored in int8 and int4. Rows are added as they come; a stopped
-run goes on.
+finds it; distilled, it is then trained, as by ``--distill 60``. Truncated SVD is what ``compress
+--bytes`` writes without a base: the best number of bits in each layer. The LoRA itself is stored in
+int8 and int4. Other methods leave out a part of LSR: the norm, Kronecker products, or integers.
+Rows are added as they come; a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.evaluator import Evaluator
 from lsrdecomp.lora.measure.output_meter import Meter
-from lsrdecomp.lora.search.plan import CompressionPlan
+from lsrdecomp.lora.search.plan import CompressionPlan, Search
 
 LSR = "LSR"
 SVD = "truncated SVD"
+DISTILLED = "LSR, distilled"
+WITHOUT_NORM = "LSR without the norm"
+WITHOUT_PRODUCTS = "LSR without Kronecker products"
+WITHOUT_INTEGERS = "LSR without integers"
+ABLATED = (WITHOUT_NORM, WITHOUT_PRODUCTS, WITHOUT_INTEGERS)
+"""LSR without a part: shapes in the Frobenius norm, only low rank, float16 alone."""
 STORED = {"the LoRA in int8": "int8", "the LoRA in int4": "int4"}
 """Storages of the whole LoRA."""
 FULL_RANK = 1024
@@ -41,6 +48,8 @@ N_FRESH = 64
 """Prompts that are answered."""
 N_TEXTS = 240
 """Texts that are read for the norm; a part of them is set aside, as `compress` does."""
+STEPS = 60
+"""Steps of the distillation."""
 
 Row = dict[str, Any]
 
@@ -57,8 +66,8 @@ class AnswerCurve:
         self.record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
         self.lora: Path = arguments.lora
         self.checkpoint = open_checkpoint(arguments.lora)
-        texts = read_examples(arguments.data)[:N_TEXTS]
-        self.evaluator = Evaluator(arguments.base, arguments.lora, texts)
+        self.texts = read_examples(arguments.data)[:N_TEXTS]
+        self.evaluator = Evaluator(arguments.base, arguments.lora, self.texts)
         fresh = read_examples(arguments.held)[:N_FRESH]
         self.meter = Meter(self.evaluator.source, fresh, self.evaluator.settings)
 
@@ -99,12 +108,23 @@ class AnswerCurve:
         if method in STORED:
             plan = CompressionPlan(max_rank=FULL_RANK, storage=STORED[method])
             return compress(self.checkpoint, plan).save(out)
-        plan = CompressionPlan(bytes=budget, storage="auto")
+        plan = CompressionPlan(
+            bytes=budget, storage="float16" if method == WITHOUT_INTEGERS else "auto"
+        )
         if method == SVD:
             return compress(self.checkpoint, plan).save(out)
-        statistics = self.evaluator.statistics(Journal(self.work / "statistics"))
+        if method == DISTILLED:
+            base, data = self.evaluator.base, self.texts
+            return compress(self.lora, plan, base=base, data=data, distill=STEPS).save(out)
+        search = Search(orders=()) if method == WITHOUT_PRODUCTS else Search()
         journal = Journal(self.work / "solved")
-        return compress(self.checkpoint, plan, statistics=statistics, journal=journal).save(out)
+        statistics = None
+        if method != WITHOUT_NORM:
+            statistics = self.evaluator.statistics(Journal(self.work / "statistics"))
+        found = compress(
+            self.checkpoint, plan, statistics=statistics, search=search, journal=journal
+        )
+        return found.save(out)
 
 
 def main() -> None:
@@ -120,7 +140,8 @@ def main() -> None:
     parser.add_argument(
         "--bytes", type=int, nargs="+", default=[8000, 30_000, 60_000, 120_000, 240_000]
     )
-    parser.add_argument("--methods", nargs="+", default=[*STORED, SVD, LSR])
+    methods = [*STORED, SVD, LSR, DISTILLED, *ABLATED]
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("answer-curve-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "answer_curve.json")
