@@ -99,9 +99,13 @@ def test_an_error_names_the_flag():
     ],
 )
 def test_a_shell_is_offered_the_values_of_an_option(verb, option, typed, offered):
-    command = get_command(app).commands[verb]
+    program = get_command(app)
+    command = program.commands[verb]
     (parameter,) = (each for each in command.params if option in each.opts)
-    items = parameter.shell_complete(command.make_context(verb, [], resilient_parsing=True), typed)
+    # A command keeps the names of its help option, which the parent of its first context says.
+    parent = program.make_context("lsrdecomp", [], resilient_parsing=True)
+    context = command.make_context(verb, [], parent=parent, resilient_parsing=True)
+    items = parameter.shell_complete(context, typed)
     found = {item.value for item in items}
     assert found
     assert all(value.startswith(typed) for value in found)
