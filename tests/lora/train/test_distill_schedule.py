@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, next_trial
+from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, first_rates, next_trial
 from lsrdecomp.lora.train.rate_trials import RateTrial
 
 
 def tried(loss_of_rate):
-    """The rates that are tried where a rate has such a loss."""
+    """The rates that are tried where a rate has such a loss, of a student that keeps 91 %."""
     trials = []
-    while (rate := next_trial(trials)) is not None:
+    while (rate := next_trial(trials, first_rates(0.91))) is not None:
         trials.append(RateTrial(rate, [loss_of_rate(rate)], None))
     return {trial.rate: trial.loss for trial in trials}
 
@@ -26,21 +26,28 @@ def bowl(best):
 def test_the_best_rate_is_bracketed(best):
     losses = tried(bowl(best))
     winner = min(losses, key=losses.get)
-    assert abs(math.log(winner / best)) <= 0.5 * math.log(10 / 3) + 1e-9
+    assert abs(math.log(winner / best)) <= 0.5 * math.log(3) + 1e-9
     assert min(losses) < winner < max(losses)
     assert len(losses) <= MAX_TRIALS
 
 
 def test_one_rate_beyond_the_winner_is_tried_and_no_more():
-    assert list(tried(bowl(0.1))) == pytest.approx([0.03, 0.1, 0.3])
-    assert list(tried(bowl(0.03))) == pytest.approx([0.03, 0.1, 0.01])
+    assert list(tried(bowl(0.09))) == pytest.approx([0.03, 0.09, 0.27])
+    assert list(tried(bowl(0.03))) == pytest.approx([0.03, 0.09, 0.01])
+
+
+@pytest.mark.parametrize("share", [-0.5, 0.0, 0.9, 0.9999, 1.0])
+def test_a_student_that_lost_little_is_tried_with_small_rates(share):
+    rates = first_rates(share)
+    assert rates == sorted(rates)
+    assert 0.0 < rates[0] <= first_rates(share - 0.01)[0] <= 0.1
 
 
 def test_trials_end_where_the_best_rate_runs_away():
-    assert list(tried(lambda rate: -rate)) == pytest.approx([0.03, 0.1, 0.3, 0.9])
+    assert list(tried(lambda rate: -rate)) == pytest.approx([0.03, 0.09, 0.27, 0.81])
 
 
 def test_where_all_diverge_smaller_rates_are_tried():
-    assert list(tried(lambda _: math.nan)) == pytest.approx([0.03, 0.1, 0.01, 0.01 / 3])
+    assert list(tried(lambda _: math.nan)) == pytest.approx([0.03, 0.09, 0.01, 0.01 / 3])
     only_small = tried(lambda rate: rate if rate < 0.02 else math.inf)
     assert min(only_small, key=only_small.get) == pytest.approx(0.01 / 3)
