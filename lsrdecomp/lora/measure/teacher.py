@@ -55,15 +55,23 @@ class DistillationData:
     teacher: Base
     batches: Sequence[Sequence[Batch]]  # one for each step, in micro-batches
     validation: Reference  # the teacher on other batches: the share kept there says when to stop
-    computed: dict[int, list[TeacherBatch]] = field(default_factory=dict)
-    """The teacher's outputs so far, by index in ``batches``."""
+    computed: dict[tuple[int, bool], list[TeacherBatch]] = field(default_factory=dict)
+    """The teacher's outputs so far, by index in ``batches`` and whether in mixed precision."""
+
+    def has_run(self, index: int) -> bool:
+        """Return whether the teacher has run on a batch, in the precision of now."""
+        return self._key(index) in self.computed
 
     def teacher_batches(self, index: int) -> list[TeacherBatch]:
         """Return the micro-batches of one step with the teacher's outputs."""
-        if index not in self.computed:
+        if not self.has_run(index):
             micro_batches = self.batches[index]
-            self.computed[index] = [teacher_batch(self.teacher, micro) for micro in micro_batches]
-        return self.computed[index]
+            outputs = [teacher_batch(self.teacher, micro) for micro in micro_batches]
+            self.computed[self._key(index)] = outputs
+        return self.computed[self._key(index)]
+
+    def _key(self, index: int) -> tuple[int, bool]:
+        return index, torch.is_autocast_enabled("cpu")
 
 
 def feature_distance(teacher: Base, batches: Sequence[TeacherBatch]) -> float | None:

@@ -249,7 +249,7 @@ class Trainer:
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
         order = torch.randperm(n_batches, generator=generator)
         index = int(order[position])
-        if index not in self.data.computed:
+        if not self.data.has_run(index):
             state.passes += 1.0
         return self.data.teacher_batches(index)
 

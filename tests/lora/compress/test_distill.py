@@ -272,13 +272,23 @@ def test_mixed_precision_learns_as_much(language_model, tmp_path, monkeypatch, h
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, settings)
     of_small_models = partial(mixed_precision.mixed_precision, min_parameters=1)
-    monkeypatch.setattr(sys.modules[distill_factors.__module__], "mixed_precision", of_small_models)
+    room = sys.modules[distill_factors.__module__]
+    monkeypatch.setattr(room, "mixed_precision", of_small_models)
     data = evaluator.distillation_data(12)
-    done = distill_factors(student, data, steps=12, rate=0.03)
+    before = data.validation.compare(student).kept
+    lost = (1.0 - before) * data.validation.effect
+    dtypes.clear()
+    monkeypatch.setattr(room, "MIN_MIXED_LOSS", 0.9 * lost)
+    done = distill_factors(student, data, steps=12, rate=0.03, share_before=before)
     assert set(dtypes) == {torch.bfloat16 if has_units else torch.float32}
     assert done.after > done.before + 0.01
     share = data.validation.compare(student).kept  # in float32, as it is reported
     assert share == pytest.approx(done.after, abs=0.01)
+    # What is about as small as the roundoff of bfloat16 cannot be learned in it.
+    dtypes.clear()
+    monkeypatch.setattr(room, "MIN_MIXED_LOSS", 1.1 * lost)
+    distill_factors(student, data, steps=2, rate=0.03, share_before=before)
+    assert set(dtypes) == {torch.float32}
 
 
 def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier):
