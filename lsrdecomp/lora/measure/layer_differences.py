@@ -130,8 +130,10 @@ def compare_layers(
 def _compare(name: str, pair: LowRank, update: StoredUpdate | None) -> LayerDifference:
     """Compare one layer."""
     size = pair.norm
+    if update is None and size > 0.0:
+        return LayerDifference(name, "missing", size, 1.0)
     if update is None:
-        return LayerDifference(name, "missing" if size > 0.0 else "same", size, 1.0)
+        return LayerDifference(name, "same", size, 0.0)
     try:
         other = update.read()
     except CheckpointError as refusal:

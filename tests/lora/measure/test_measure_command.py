@@ -66,6 +66,17 @@ def test_json_and_sarif_say_the_same(lora, wreck, tmp_path):
     assert "exists" in again.stderr
 
 
+def test_a_layer_that_does_nothing_is_whole_where_it_is_left_out(lora, tmp_path):
+    weights = lora / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(each for each in tensors if "lora_B" in each)
+    save_file(tensors | {name: np.zeros_like(tensors[name])}, weights, {"format": "pt"})
+    small = lsr.compress(lora, ratio=48).save(tmp_path / "small")
+    idle = [each for each in lsr.measure(lora, small).layers if each.norm == 0.0]
+    assert idle
+    assert {(each.code, each.relative_error) for each in idle} == {("same", 0.0)}
+
+
 def test_what_cannot_be_measured_is_one_line(lora, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
