@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import record as records
-from benchmarks.language.answer_curve import LSR, STORED, SVD
+from benchmarks.language.answer_curve import DISTILLED, LSR, STORED, SVD
 from lsrdecomp import plots
 from lsrdecomp.lora.measure.fidelity import wilson_interval
 from lsrdecomp.plots.pictures import dress, line_style, name_lines, new_axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
-LINES = {LSR: "LSR, as compressed", SVD: "truncated SVD"}
+LINES = {DISTILLED: DISTILLED, LSR: "LSR, as compressed", SVD: "truncated SVD"}
 """Methods that are drawn as lines, and their names."""
 STORED_MARKERS = dict(zip(STORED, "*p", strict=True))
 """Of the whole LoRA, by its storage."""

@@ -172,6 +172,8 @@ def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
     rows = [
         row("LSR", 60_000, 41),
         row("LSR", 8_000, 2),
+        row("LSR, distilled", 60_000, 48),
+        row("LSR without the norm", 60_000, 1),
         row("truncated SVD", 60_000, 18),
         row("the LoRA in int8", 981_000, 64),
     ]
@@ -181,6 +183,7 @@ def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
     for line, label in zip(lines, labels, strict=True):
         drawn[label] = [tuple(point) for point in line.get_xydata().tolist()]
     assert drawn == {
+        "LSR, distilled": [(60.0, 75.0)],
         "LSR, as compressed": [(8.0, 3.125), (60.0, 64.0625)],
         "truncated SVD": [(60.0, 28.125)],
         "the LoRA in int8": [(981.0, 100.0)],
