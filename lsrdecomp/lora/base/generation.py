@@ -63,11 +63,13 @@ def generate(
     top_p : float
         Share of the probability from which tokens are sampled.
     end_tokens : sequence of int
-        Tokens that end a completion, beside the tokenizer's own.
+        Tokens that end a completion, beside the tokenizer's own; none begins with one.
     """
     choice: dict[str, Any] = {"do_sample": False}
     if seed is not None:
         choice = {"do_sample": True, "temperature": 1.0, "top_p": top_p, "top_k": 0}
+    if end_tokens:
+        choice["begin_suppress_tokens"] = list(end_tokens)
     ends = [token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None]
     shortest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     completions = [""] * len(prompts)

@@ -70,14 +70,16 @@ BATCH = 64
 """Prompts that are continued together; each such batch has a seed of its own."""
 LISTED = 4
 """Prompts in a list that the base continues."""
+LABEL = "Text: "
+"""What each of them begins with there: without it a base often goes on with a line of its own."""
 MAX_ROUNDS = 4
 """Maximum rounds of writing. Each makes up for what was left out of the rounds before."""
 MIN_FOUND = 0.125
 """Share of what is missing that a round must bring for another one to follow."""
 MAX_MISSING = 0.05
 """Share of texts that may be missing: a round takes nearly as long for one text as for sixty."""
-BASE_TOP_P = 0.95
-"""Share of the probability that the base writes prompts from: its rarest tokens are noise."""
+BASE_TOP_P = 0.8
+"""Share of the probability that the base writes prompts from: its rarer tokens are noise."""
 
 WRITING_HEADS = (Head.causal_lm, Head.seq2seq)
 """Heads of models that write texts."""
@@ -323,7 +325,9 @@ class _TextWriter:
         lists = []
         for _ in range(missing):
             chosen = generator.sample(cores, n_listed)
-            lists.append(separator.join([*chosen, beginning]))
+            labelled = [f"{LABEL}{each}" for each in [*chosen, beginning]]
+            # A token of a word begins with the space before it.
+            lists.append(separator.join(labelled).removesuffix(" "))
         written = self._continue(
             lists, by_lora=False, number=number, new_tokens=new_tokens, end=end
         )
@@ -333,6 +337,8 @@ class _TextWriter:
         prompts: list[PromptExample] = []
         for text in written:
             core = text.split(end)[0].rstrip()
+            if not beginning:
+                core = core.lstrip()
             body = f"{beginning}{core}{ending}"
             if core.strip() and shortest <= len(core) <= longest and body not in bodies:
                 prompts.append(_with_body(given[len(prompts) % len(given)], body))
