@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from benchmarks.record import RESULTS
 
 RECORD = "one_command"
-ROW = "smollm2 keep .95 distill 60"
-"""Name of the rows, one a seed."""
-KEPT = "kept"
-"""Key of the share in a row."""
-OF_WHAT = "of its effect"
-"""What the share is of, as a sentence ends."""
-OPTIONS = "--keep 0.95 --distill 60"
+ROW = "smollm2 answers .9 distill 60"
+"""Name of the row."""
+OF_WHAT = "answers, word for word"
+"""What is counted, as a sentence ends."""
+OPTIONS = "--keep-answers 0.9 --distill 60"
 """The options of the command, as they are typed today."""
 LORA = ("rivals", "E2E")
 """The record that holds the bytes of the LoRA, and its task there."""
@@ -29,34 +26,34 @@ LORA = ("rivals", "E2E")
 
 @dataclass(frozen=True)
 class Headline:
-    """What a command made of a LoRA: means over the seeds."""
+    """What a command made of a LoRA, and to how many fresh prompts that gives its answer."""
 
     lora_bytes: int
-    bytes: float
-    kept: float
+    bytes: int
+    n_matching: int
+    answered: int
     minutes: float
-    runs: int
 
     @property
     def sizes(self) -> tuple[str, str]:
         """The bytes before and after, in words."""
-        return f"{self.lora_bytes / 1e6:.1f} MB", f"{self.bytes / 1e3:.1f} kB"
+        return f"{self.lora_bytes / 1e6:.1f} MB", f"{self.bytes / 1e3:.0f} kB"
 
     @property
-    def share(self) -> str:
-        """The share that is kept, as the doors write it."""
-        return f"{100 * self.kept:.0f} %"
+    def count(self) -> str:
+        """The answers that are kept, as the doors write them."""
+        return f"{self.n_matching} of {self.answered}"
 
     @property
     def sentence(self) -> str:
-        """Sizes and share: how every door ends."""
+        """Sizes and answers: how every door ends."""
         before, after = self.sizes
-        return f"{before} became {after} and keeps {self.share} {OF_WHAT}"
+        return f"{before} became {after} and keeps {self.count} {OF_WHAT}"
 
 
 def headline() -> Headline:
     """Return the figure of the front doors, from its record."""
-    rows = [row for row in _record(RECORD)["rows"] if row["name"] == ROW]
+    (row,) = (row for row in _record(RECORD)["rows"] if row["name"] == ROW)
     name, task = LORA
     (lora_bytes,) = {
         each["bytes_of_lora"]
@@ -65,10 +62,10 @@ def headline() -> Headline:
     }
     return Headline(
         lora_bytes=lora_bytes,
-        bytes=fmean(row["bytes"] for row in rows),
-        kept=fmean(row[KEPT] for row in rows),
-        minutes=fmean(row["cpu_seconds"] for row in rows) / 60.0,
-        runs=len(rows),
+        bytes=row["bytes"],
+        n_matching=row["found"]["n_matching"],
+        answered=row["found"]["answered"],
+        minutes=row["cpu_seconds"] / 60.0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The picture of whole answers: how many of one LoRA's answers are kept, against bytes.
+"""The picture of the README: how many of one LoRA's whole answers are kept, against bytes.
 
 python -m benchmarks.language.answer_curve_picture benchmarks/results/answer_curve.json
 docs/images/answers-by-bytes.png
@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import record as records
+from benchmarks.headline import OPTIONS, Headline, headline
 from benchmarks.language.answer_curve import DISTILLED, LSR, STORED, SVD
 from lsrdecomp import plots
 from lsrdecomp.lora.measure.fidelity import wilson_interval
-from lsrdecomp.plots.pictures import dress, line_style, name_lines, new_axes
+from lsrdecomp.plots.pictures import (
+    COLOURS,
+    FONT_SIZE,
+    dress,
+    line_style,
+    name_lines,
+    new_axes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +79,28 @@ def draw(rows: Sequence[Row]) -> Axes:
     return axes
 
 
+def mark_headline(axes: Axes, told: Headline) -> None:
+    """Mark the figure that the front doors tell."""
+    point = (told.bytes / 1000, 100 * told.n_matching / told.answered)
+    axes.plot(*point, "*", color=COLOURS[0], markersize=15, markeredgecolor="white", zorder=5)
+    size = told.sizes[1]
+    axes.annotate(
+        f"{OPTIONS}:\n{size}, {told.count}",
+        point,
+        (0.04, 0.9),
+        textcoords="axes fraction",
+        arrowprops={"arrowstyle": "-", "color": COLOURS[0], "shrinkB": 8},
+        color=COLOURS[0],
+        fontsize=FONT_SIZE,
+        fontweight="bold",
+    )
+
+
 def main(source: Path, out: Path) -> None:
-    """Draw the picture of a record."""
-    plots.save_figure(draw(records.load(source)["rows"]), out)
+    """Draw the picture of a record, with the figure of the front doors."""
+    axes = draw(records.load(source)["rows"])
+    mark_headline(axes, headline())
+    plots.save_figure(axes, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of the README: share of one LoRA's effect that is kept, against bytes.
+"""A picture: share of one LoRA's effect that is kept, against bytes.
 
 python -m benchmarks.language.kept_by_bytes_picture benchmarks/results/rivals.json
 docs/images/kept-by-bytes.png
@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks import record as records
-from benchmarks.headline import OPTIONS, Headline, headline
 from benchmarks.language.rival_results import RivalResults
 from lsrdecomp import plots
-from lsrdecomp.plots.pictures import (
-    COLOURS,
-    FONT_SIZE,
-    dress,
-    line_style,
-    name_lines,
-    new_axes,
-)
+from lsrdecomp.plots.pictures import dress, line_style, name_lines, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,23 +106,6 @@ def draw(results: RivalResults) -> Axes:
     return axes
 
 
-def mark_headline(axes: Axes, told: Headline) -> None:
-    """Mark the figure that the front doors tell."""
-    point = (told.bytes / 1000, told.kept)
-    axes.plot(*point, "*", color=COLOURS[0], markersize=15, markeredgecolor="white", zorder=5)
-    size = told.sizes[1]
-    axes.annotate(
-        f"{OPTIONS}:\n{size}, {told.share}",
-        point,
-        (0.04, 0.84),
-        textcoords="axes fraction",
-        arrowprops={"arrowstyle": "-", "color": COLOURS[0], "shrinkB": 8},
-        color=COLOURS[0],
-        fontsize=FONT_SIZE,
-        fontweight="bold",
-    )
-
-
 def digits(kept: ArrayLike) -> NDArray[np.float64]:
     """Return how many decimal digits of what is lost are zero: 1 for 0.9, 2 for 0.99."""
     return np.asarray(-np.log10(np.maximum(1.0 - np.asarray(kept), 1e-6)))
@@ -142,10 +117,8 @@ def share(digits: ArrayLike) -> NDArray[np.float64]:
 
 
 def main(source: Path, out: Path) -> None:
-    """Draw the picture of a record, with the figure of the front doors."""
-    axes = draw(RivalResults(records.load(source), "E2E"))
-    mark_headline(axes, headline())
-    plots.save_figure(axes, out)
+    """Draw the picture of a record."""
+    plots.save_figure(draw(RivalResults(records.load(source), "E2E")), out)
 
 
 if __name__ == "__main__":

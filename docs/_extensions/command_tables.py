@@ -38,7 +38,7 @@ def results(record: dict[str, Any]) -> Table:
         lines.append(
             (
                 _adapter(row),
-                f"`{' '.join(row['options'])}`",
+                _asked(row),
                 str(row["seed"]),
                 f"{row['bytes']:,}",
                 _share(row),
@@ -64,7 +64,7 @@ def parts(record: dict[str, Any]) -> Table:
     """Tabulate the processor seconds of each part, the mean over draws."""
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for row in _ordered(record):
-        key = (_adapter(row), f"`{' '.join(row['options'])}`")
+        key = (_adapter(row), _asked(row))
         runs.setdefault(key, []).append(_seconds(row))
     names = [*PARTS, REST]
     lines = []
@@ -113,7 +113,14 @@ def _ordered(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _adapter(row: dict[str, Any]) -> str:
-    return ADAPTERS[row["name"].partition(" keep ")[0]]
+    goal = " answers " if " answers " in row["name"] else " keep "
+    return ADAPTERS[row["name"].partition(goal)[0]]
+
+
+def _asked(row: dict[str, Any]) -> str:
+    """Return the options of a row as they are typed now."""
+    words = [{"--distil": "--distill"}.get(word, word) for word in row["options"]]
+    return f"`{' '.join(words)}`"
 
 
 def _share(measured: dict[str, Any]) -> str:

@@ -117,6 +117,7 @@ def drawn_pictures(tmp_path, monkeypatch):
     from_lora_picture.main(RESULTS / "from_lora.json", tmp_path / "from-lora.png")
     demo_picture.main(RESULTS / "demo_function.json", tmp_path / "demo-function.png")
     kept_by_bytes_picture.main(RESULTS / "rivals.json", tmp_path / "kept-by-bytes.png")
+    answer_curve_picture.main(RESULTS / "answer_curve.json", tmp_path / "answers.png")
     rivals_picture.main(RESULTS / "rivals.json", tmp_path / "small-adapters.png")
     return [axes for figure in saved for axes in figure.axes]
 
@@ -153,16 +154,16 @@ def test_a_method_has_one_colour_and_one_marker_and_training_one_line(tmp_path, 
 
 
 def test_the_front_doors_figure_is_marked_in_its_picture(tmp_path, monkeypatch):
-    *_, axes = (
+    (axes,) = (
         each
         for each in drawn_pictures(tmp_path, monkeypatch)
-        if "total size on disk" in each.get_xlabel()
+        if "word for word" in each.get_ylabel()
     )
     told = headline()
     words = " ".join(text.get_text() for text in axes.texts)
-    assert f"{told.sizes[1]}, {told.share}" in words
-    stars = [line for line in axes.get_lines() if line.get_marker() == "*"]
-    assert [tuple(star.get_xydata()[0]) for star in stars] == [(told.bytes / 1000, told.kept)]
+    assert f"{told.sizes[1]}, {told.count}" in words
+    stars = {tuple(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "*"}
+    assert (told.bytes / 1000, 100 * told.n_matching / told.answered) in stars
 
 
 def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
