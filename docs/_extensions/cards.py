@@ -43,7 +43,7 @@ def draw_lora(ax: Any) -> None:
     ax.add_patch(Rectangle((4.0, 0.0), small_side, small_side, color=BLUE))
     ax.text(0.5 * side, 0.5 * side, f"a LoRA\n{before}", color=GREY, fontsize=10, **MIDDLE)
     words = f"{after}\nkeeps {told.count}\nanswers"
-    ax.text(4.0, 0.4, words, color=BLUE, fontsize=10)
+    ax.text(4.0, small_side + 0.25, words, color=BLUE, fontsize=10)
     ax.set(xlim=(-0.1, 7.3), ylim=(-0.2, 3.6), xticks=[], yticks=[], aspect="equal")
     clean(ax)
 
@@ -134,7 +134,7 @@ def draw_social(figure: Any) -> None:
     before, after = told.sizes
     ax.text(4.9, 4.3, "lsrdecomp", fontsize=46, fontweight="bold", color="#1c2024")
     ax.text(4.9, 3.35, f"A LoRA of {before} became {after}", fontsize=24, color="#1c2024")
-    ax.text(4.9, 2.75, f"and keeps {told.count} {OF_WHAT}.", fontsize=24, color="#1c2024")
+    ax.text(4.9, 2.75, f"and keeps {told.count} {OF_WHAT}.", fontsize=21, color="#1c2024")
     command = f"lsrdecomp compress my-lora/ {OPTIONS}"
     ax.text(4.9, 1.95, command, fontsize=13, color=GREY, family="monospace")
 
