@@ -183,3 +183,11 @@ def test_a_single_term_that_is_near_enough_ends_the_search_of_its_shape(rng):
     found = best_shape(matrix + 1e-4 * rng.standard_normal((144, 144)), rtol=0.1)
     assert (str(found.best.shape), found.best.rank) == ("12×12 ⊗ 12×12", 1)
     assert found.unresolved <= 1  # another shape may need the whole space
+
+
+def test_a_sum_of_few_terms_ends_the_search_of_its_shape(rng):
+    left, right = rng.standard_normal((2, 3, 16, 16))
+    found = best_shape(sum(map(np.kron, left, right)), parameters=2000)
+    assert (str(found.best.shape), found.best.rank) == ("16×16 ⊗ 16×16", 3)
+    assert found.best.relative_error < 1e-12
+    assert found.unresolved == 0

@@ -363,5 +363,5 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
     """
     identity = xp.eye(m * n)
     xp = namespace(identity)  # with the functions of the standard, which the caller's may lack
-    order = np.arange(m * n).reshape(n, m).T.reshape(-1)
+    order = np.arange(m * n).reshape(n, m).T.ravel()
     return xp.take(identity, xp.asarray(order), axis=0)

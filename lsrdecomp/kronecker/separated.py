@@ -652,16 +652,7 @@ class SeparatedMatrix:
 
     def matmat(self, x: Array) -> Array:
         """Return A X for X of shape (n, b)."""
-        x = self._as_operand(x)
-        if x.dtype == self.dtype:
-            return apply_sum_of_kroneckers(self.factors, self._coefficients, x)
-        xp = namespace(x, *self.factors)
-        common = xp.result_type(x.dtype, self.dtype)
-        x = xp.astype(x, common)
-        if common == self.dtype:
-            return apply_sum_of_kroneckers(self.factors, self._coefficients, x)
-        factors = tuple(xp.astype(f, common) for f in self.factors)
-        return apply_sum_of_kroneckers(factors, xp.astype(self.weights, common), x)
+        return apply_sum_of_kroneckers(self.factors, self._coefficients, self._as_operand(x))
 
     def rmatvec(self, y: Array) -> Array:
         """Return Aᴴ y for y of shape (m,) or (m, 1)."""

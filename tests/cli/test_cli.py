@@ -13,6 +13,8 @@ from console import run_command, run_in_process
 
 import lsrdecomp
 from lsrdecomp.cli.options import memory_size
+from lsrdecomp.lora import compress as compressing
+from lsrdecomp.lora.base import base_files
 from lsrdecomp.lora.files import open_checkpoint, write_lora
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
@@ -94,6 +96,18 @@ def test_the_ways_out_of_a_missed_tolerance_meet_it(small, tmp_path):
     assert storage == "float32"
     assert run_command(*arguments, rtol).returncode == 0
     assert run_command(*arguments, "1e-5", "--storage", storage, "--force").returncode == 0
+
+
+def test_export_takes_the_packaged_file_for_a_short_name(small, tmp_path, monkeypatch):
+    bases = []
+    monkeypatch.setattr(base_files, "packaged_file", lambda: Path("packaged.gguf"))
+    monkeypatch.setattr(compressing, "export_lora", lambda *_, base, **__: bases.append(base))
+    for base in (base_files.SMOLLM2, "other.gguf"):
+        done = run_command(
+            "export", small, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf"
+        )
+        assert done.returncode == 0, done.stderr
+    assert bases == [Path("packaged.gguf"), Path("other.gguf")]
 
 
 def test_an_existing_output_is_kept_unless_forced(small, tmp_path):

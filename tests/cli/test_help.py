@@ -1,5 +1,7 @@
 """Help that fits 80 columns, examples that the command line accepts, errors in its own words."""
 
+import contextlib
+import io
 import shlex
 from pathlib import Path
 
@@ -59,6 +61,19 @@ def test_the_short_help_ends_at_the_form_feed_and_shows_none(verb):
         rest = text.split("\f")[1].replace("\b", "").split()[:6]
         assert " ".join(rest) not in " ".join(shown.split())
         assert " ".join(rest) in " ".join(whole.split())
+
+
+def test_the_whole_help_leaves_the_short_one_as_it_was():
+    program = get_command(app)
+
+    def shown(flag: str) -> str:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            program.main(["compress", flag], "lsrdecomp", standalone_mode=False)
+        return out.getvalue()
+
+    short, whole, again = shown("-h"), shown("--help-all"), shown("-h")
+    assert short == again != whole
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,14 @@ def test_other_places_that_would_fail_later_are_refused_now(adapter, tmp_path):
     assert before == (file_contents(tmp_path / "a"), sorted(tmp_path.iterdir()))
 
 
+def test_measure_replaces_no_file_unasked(tmp_path):
+    (tmp_path / "old.json").write_text("mine")
+    done = run_command("measure", DEMO, DEMO, "--json", tmp_path / "old.json")
+    assert done.returncode == 2
+    assert "already exists" in done.stderr
+    assert (tmp_path / "old.json").read_text() == "mine"
+
+
 def test_the_command_line_keeps_its_inputs_whole(tmp_path):
     shutil.copytree(DEMO, tmp_path / "a")
     before = file_contents(tmp_path / "a")

@@ -566,13 +566,18 @@ def test_verbose_logs_every_layer_as_resize_lora_does(tmp_path):
     assert done.returncode == 0, done.stderr
     cut = truncate(source, ratio=3)
     lines = {line.split(" |")[0].strip(): line for line in done.stdout.splitlines() if "|" in line}
+    retained = []
     for layer, sigma, rank in zip(cut.layers, cut.sigma, cut.ranks, strict=True):
         line = lines[layer.name]
         assert f"sum(S) retained: {sigma[:rank].sum() / sigma.sum():.1%}" in line
         kept = np.linalg.norm(sigma[:rank]) / np.linalg.norm(sigma)
         assert f"fro retained: {kept:.1%}" in line
         assert line.endswith(f"dim: {rank} of {layer.rank}")
-    assert "Average Frobenius norm retention" in done.stdout
+        retained.append(kept)
+    spread = np.std(retained)
+    assert f"{spread:.3f}" != f"{spread**2:.3f}"
+    words = f"Average Frobenius norm retention: {np.mean(retained):.2%} | std: {spread:.3f}"
+    assert words in done.stdout
 
 
 def test_the_metadata_of_a_network_say_its_new_rank(tmp_path):

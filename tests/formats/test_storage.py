@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from oracles import exact_error
 
 from lsrdecomp.errors import BudgetError, PrecisionError
-from lsrdecomp.formats.allocation import cheapest_formats
+from lsrdecomp.formats.allocation import PartOptions, cheapest_formats, within_cost
 from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, least_bytes, smallest
-from lsrdecomp.formats.number_formats import FORMATS, nearest_codes, round_factor, storage_format
+from lsrdecomp.formats.number_formats import (
+    FORMATS,
+    nearest_codes,
+    pack_digits,
+    packed_digits_size,
+    round_factor,
+    storage_format,
+    unpack_digits,
+)
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -217,6 +225,34 @@ def test_the_allocation_is_as_cheap_as_trying_everything(rng):
     assert min(costs) <= cost <= 1.25 * min(costs)
 
 
+def test_the_hull_of_options_is_the_lower_convex_one(rng):
+    for _ in range(20):
+        costs, losses = rng.permutation(12).astype(float), rng.permutation(12).astype(float)
+        options = PartOptions.of(costs, losses)
+        corners = []
+        for i in range(12):
+            # A corner is the best option at some price of a cost, of which there are many here
+            prices = np.geomspace(1e-3, 1e3, 4000)
+            if np.any(np.argmin(losses + prices[:, None] * costs, axis=1) == i):
+                corners.append(i)
+        assert options.hull() == sorted(corners, key=lambda i: costs[i])
+
+
+def test_what_one_part_spends_the_others_lack():
+    parts = [PartOptions.of([0.0, 1.0], [5.0 + i, 1.0]) for i in range(3)]
+    assert within_cost(parts, 2.0) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5])
+@pytest.mark.parametrize("count", [1, 1024, 1025, 2500])
+def test_codes_are_read_back_from_digits_of_several_numbers(bits, count, rng):
+    top = 2 ** (bits - 1) - 1
+    codes = rng.integers(-top, top + 1, (count, 1)).astype(np.int8)
+    packed = pack_digits(codes, bits)
+    assert packed.size == packed_digits_size(count, bits)
+    assert np.array_equal(unpack_digits(packed, bits, codes.shape), codes)
+
+
 def test_a_budget_below_the_truncation_says_so():
     target = Dense(with_spectrum(0.5 ** np.arange(10.0), EIGHT))
     candidates = SVD().solve(target, EIGHT, rank=2).approximation
@@ -227,8 +263,15 @@ def test_a_budget_below_the_truncation_says_so():
 def test_a_budget_below_the_rounding_names_the_finest_format():
     target = Dense(with_spectrum(0.5 ** np.arange(10.0), EIGHT))
     candidates = SVD().solve(target, EIGHT, rank=10).approximation
-    with pytest.raises(BudgetError, match="rounding, even in float16"):
-        smallest(target, candidates, atol=1e-6 * target.norm, formats=("float16", "int4"))
+    formats = ("float16", "int4")
+    with pytest.raises(
+        BudgetError, match="rounding, even in float16.*; store in float64 or float32, or"
+    ):
+        smallest(target, candidates, atol=1e-6 * target.norm, formats=formats)
+    with pytest.raises(
+        BudgetError, match="rounding, even in float16.*; store in float64, or allow"
+    ):
+        smallest(target, candidates, atol=1e-9 * target.norm, formats=formats)
 
 
 def test_the_zero_matrix_and_a_generous_budget_take_no_terms():

@@ -1,6 +1,8 @@
 """SeparatedMatrix: normalised terms, norm and condition that survive cancellation."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from oracles import assert_close, kron_sum
 
 from lsrdecomp import KroneckerShape, SeparatedMatrix
+from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker import SeparatedProduct
 from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.kronecker.pytree import register_pytree
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs, separated_matrices
 
@@ -263,3 +267,36 @@ def test_the_condition_of_sides_that_nearly_cancel_keeps_its_digits(apart, rng):
     rounding = np.hypot(sizes[0] * np.linalg.norm(right, 2), sizes[1] * np.linalg.norm(left, 2))
     condition = low_rank_product(left, right).condition
     assert condition == pytest.approx(rounding / product_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [("float32", "complex128"), ("complex64", "float64")])
+def test_products_with_other_types_have_the_type_that_holds_both(kinds, xp, rng):
+    factors = [
+        xp.astype(xp.asarray(rng.standard_normal((2, 3, 3))), getattr(xp, kinds[0]))
+        for _ in range(2)
+    ]
+    matrix = SeparatedMatrix.from_factors(factors)
+    x = xp.astype(xp.asarray(rng.standard_normal((9, 2))), getattr(xp, kinds[1]))
+    product = matrix @ x
+    assert product.dtype == xp.complex128
+    formed = to_numpy(matrix.to_matrix()).astype(complex)
+    assert_close(to_numpy(product), formed @ to_numpy(x), dtype="float32")
+
+
+def test_what_jax_takes_apart_it_builds_again(monkeypatch):
+    ways = {}
+    tree_util = SimpleNamespace(register_pytree_node=lambda cls, *both: ways.update({cls: both}))
+
+    class Record(SeparatedMatrix):
+        pass
+
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "jax", SimpleNamespace(tree_util=tree_util))
+        register_pytree(Record, SeparatedMatrix)
+    ((flatten, unflatten),) = ways.values()
+    matrix = SeparatedMatrix.from_factors([np.ones((2, 2, 3)), np.ones((2, 3, 2))], [3.0, 2.0])
+    leaves, structure = flatten(matrix)
+    assert len(leaves) == 3
+    assert unflatten(structure, leaves) == matrix
+    placeholders = unflatten(structure, ["weights", "first", "second"])
+    assert (placeholders.weights, placeholders.factors) == ("weights", ("first", "second"))

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 import lsrdecomp as lsr
 from lsrdecomp import operators as ops
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.errors import ConvergenceError, MatrixError, PrecisionError, ShapeError
+from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, PrecisionError, ShapeError
 from lsrdecomp.testing import invertible_matrices, kronecker_shapes
 
 KINDS = ("float64", "complex128", "float32")
@@ -427,6 +427,12 @@ def test_factors_that_lapack_gives_up_on_are_iterated(rng, monkeypatch):
     solution = ops.solve(matrix, b, rtol=1e-10)
     assert solution.method != "diagonal"
     assert_allclose(matrix.to_matrix() @ solution.x, b, atol=1e-8)
+
+
+def test_a_method_that_there_is_not_is_named_beside_those_that_there_are():
+    a = lsr.SeparatedMatrix.from_factors([np.eye(3)[None], np.eye(4)[None]])
+    with pytest.raises(BudgetError, match="method 'lu' is none of auto, exact, cg, minres, gmres"):
+        ops.solve(a, np.ones(12), method="lu")
 
 
 def test_minres_refuses_a_complex_matrix_and_names_a_method_that_takes_it(rng):

@@ -28,7 +28,7 @@ from lsrdecomp.plots import (  # noqa: E402
     plot_sweeps,
     save_figure,
 )
-from lsrdecomp.plots.pictures import LINE_NAME, MARKERS, new_axes  # noqa: E402
+from lsrdecomp.plots.pictures import LINE_NAME, MARKERS, dress, new_axes  # noqa: E402
 from lsrdecomp.solvers.solver import Sweep  # noqa: E402
 
 CURVES = [
@@ -258,3 +258,20 @@ def test_axes_say_what_they_count_and_where_they_are_logarithmic(draw, labels, s
     ]
     assert [ax.get_xlabel(), ax.get_ylabel()] == said
     assert (ax.get_xscale(), ax.get_yscale()) == scales
+
+
+@pytest.mark.parametrize(("top", "has_powers"), [(990.0, False), (1000.0, True), (1e5, True)])
+def test_errors_over_three_decades_are_written_as_powers_of_ten(top, has_powers):
+    ax = new_axes()
+    ax.set_yscale("log")
+    ax.set_ylim(1.0, top)
+    dress(ax, "terms", "error")
+    assert ("^" in ax.yaxis.get_major_formatter()(10.0)) is has_powers
+
+
+def test_a_logarithmic_axis_whose_range_reaches_zero_is_dressed_as_a_short_one():
+    ax = new_axes()
+    ax.set_ylim(0.0, 1.0)
+    ax.set_yscale("log")
+    dress(ax, "terms", "error")
+    assert ax.yaxis.get_major_formatter()(5.0) == "5"

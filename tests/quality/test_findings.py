@@ -184,7 +184,8 @@ def test_a_finding_says_in_which_rows_and_columns_it_lies():
     ],
 )
 def test_a_fault_is_told_by_the_corner_where_it_shows(kind, name, identity):
-    assert finding(wrong_kron(kind, name)).identity.startswith(identity)
+    # Few draws, for they differ with the modules that are loaded and may meet it first
+    assert finding(wrong_kron(kind, name), max_examples=2).identity.startswith(identity)
 
 
 def test_arguments_that_are_made_read_only_are_told():

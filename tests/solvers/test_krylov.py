@@ -189,6 +189,17 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
     assert excess < 1e-2
 
 
+def test_a_certificate_knows_which_terms_are_all_of_a_matrix(rng):
+    sigma = SPECTRA["rank 5"] / np.linalg.norm(SPECTRA["rank 5"])
+    matrix = (orthogonal(rng, 300, SIDE) * sigma) @ orthogonal(rng, SIDE, SIDE).T
+    space = KrylovSpace(RearrangedDense(matrix.T), 1.0, 16, 0)
+    for _ in range(2):
+        space.grow()
+    (certificate,) = space.certificates()
+    exact = [certificate.is_exact(certificate.error(rank)) for rank in (3, 4, 5, 6)]
+    assert exact == [False, False, True, True]
+
+
 @pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])
 @pytest.mark.parametrize("name", ["1/k", "fast", "slow", "rank 5"])
 def test_the_fewest_terms_that_meet_a_tolerance(name, rtol):

@@ -349,6 +349,16 @@ def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: 
         assert all(factor.dtype == xp.float64 for factor in other.product.left.factors)
 
 
+def test_sweeps_in_single_precision_count_too(rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 4)
+    ends = set()
+    for most in range(1, 16):
+        found = JointALS(single=True, tolerance=1e-2, sweeps=most).solve(target, SMALL, 1)
+        assert len(found.sweeps) <= most
+        ends.add(found.status)
+    assert ends == {Status.sweep_limit, Status.rank_reached}
+
+
 @pytest.mark.parametrize("scale", [1e-200, 1e-20, 1.0, 1e20, 1e150])
 def test_single_precision_gives_way_where_it_sees_too_little(
     scale: float, rng: np.random.Generator

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.targets import target as base
-from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances, residual_norm
+from lsrdecomp.targets.residual import (
+    cached_row_blocks,
+    gram_of,
+    inner_distances,
+    pair_distance,
+    pair_distances,
+    residual_norm,
+    thin_row_blocks,
+)
 from lsrdecomp.targets.target import Dense
 
 
@@ -70,3 +78,36 @@ def test_large_dense_matrices_are_measured_by_inner_products_where_these_are_exa
     found = Dense(matrix).residual_norm(approximation)
     assert found == pytest.approx(exact, rel=1e-11)
     assert bool(formed) is (near > 0)
+
+
+def test_the_entries_of_a_little_longer_matrix_are_formed(rng, monkeypatch) -> None:
+    """The norms alone tell of it, and yet its inner products keep too few digits."""
+    formed = []
+    monkeypatch.setattr(
+        base, "residual_norm", lambda *given: formed.append(1) or residual_norm(*given)
+    )
+    factors = [rng.standard_normal((3, *size)) for size in ((40, 30), (40, 45))]
+    approximation = SeparatedMatrix.from_factors(factors)
+    target = Dense(1.01 * approximation.to_matrix())
+    found = target.residual_norm(approximation)
+    assert found == pytest.approx(0.01 * approximation.norm, rel=1e-12)
+    assert formed
+
+
+@pytest.mark.parametrize("blocks", [cached_row_blocks, thin_row_blocks])
+@pytest.mark.parametrize(("rows", "columns"), [(1000, 512), (1000, 700), (3, 10**6), (5000, 64)])
+def test_blocks_of_rows_fill_a_cache_and_no_more(blocks, rows, columns) -> None:
+    found = blocks(rows, columns)
+    assert [i for part in found for i in range(rows)[part]] == list(range(rows))
+    heights = [part.stop - part.start for part in found]
+    assert heights[0] * columns <= max(2**15, columns)
+    assert all(2 * height * columns > 2**15 for height in heights[:-1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_gram_matrix_has_the_digits_of_double_precision(dtype, rng) -> None:
+    array = rng.standard_normal((5000, 7)).astype(dtype)
+    exact = array.astype(np.longdouble).T @ array.astype(np.longdouble)
+    found = gram_of(array)
+    assert found.dtype == np.float64
+    assert np.abs(found - exact).max() <= 1e-13 * np.abs(exact).max()

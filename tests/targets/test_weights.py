@@ -58,6 +58,21 @@ def test_a_weight_acts_as_the_matrix_it_stands_for(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_gram_matrix_is_that_of_the_norm_by_whatever_is_known(
+    kind: str, xp: ModuleType, rng: np.random.Generator
+) -> None:
+    weight, matrix = make(kind, N, rng, xp)
+    x = rng.standard_normal((2, N, 5))
+    found = [weight.gram(xp.asarray(x))]
+    if isinstance(weight, LowRankPlusIdentity):
+        projection = xp.matrix_transpose(weight.basis) @ xp.asarray(x)
+        found.append(weight.gram(xp.asarray(x), projection))
+    exact = np.swapaxes(x, 1, 2) @ matrix @ x
+    grant = tolerance("float64", N) * np.linalg.norm(exact)
+    assert all(np.linalg.norm(to_numpy(each) - exact) <= grant for each in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_stacked_weights_act_as_each_one(
     kind: str, xp: ModuleType, rng: np.random.Generator
 ) -> None:

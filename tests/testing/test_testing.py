@@ -285,6 +285,11 @@ def test_numbers_that_are_not_finite_are_a_difference():
         (lambda a, b: np.where(abs(np.kron(a, b)) < 1e-8, 0, np.kron(a, b)), "tiny entries"),
         (lambda a, b: np.kron(a, b) if a.size and b.size else [][0], "empty first factor"),  # noqa: PLE0643
         (lambda a, b: np.nan_to_num(np.kron(a, b)), "NaN input"),
+        (
+            lambda a, b: np.kron(a, b) * (1 + (len(a) > 8 and b.shape[1] % 32 == 1)),
+            "both factors long",
+        ),
+        (lambda a, b: np.kron(a, b) * (1 + np.shares_memory(a, b)), "one array twice"),
     ],
     ids=[
         "imaginary part",
@@ -294,6 +299,8 @@ def test_numbers_that_are_not_finite_are_a_difference():
         "tiny entries",
         "empty",
         "NaN",
+        "one column beyond a tile",
+        "shared memory",
     ],
 )
 def test_faults_in_corner_cases_are_found(planted, identity):
@@ -353,6 +360,19 @@ def test_integers_are_compared_exactly():
     for wrong in (through_eight_bits, through_floats):
         with pytest.raises(IdentityError, match="large integers"):
             check_kron(wrong, dtype="int64", max_examples=3)
+
+
+def test_products_of_large_integers_are_near_the_end_of_their_range_and_within_it():
+    products = []
+
+    def noting(a, b):
+        if a.size and b.size:
+            products.append(int(np.abs(a).max()) * int(np.abs(b).max()))
+        return np.kron(a, b)
+
+    check_kron(noting, dtype="int64", max_examples=3)
+    largest = np.iinfo("int64").max
+    assert 0.9 * largest < max(products) <= largest
 
 
 @pytest.mark.parametrize(
@@ -454,6 +474,16 @@ def test_each_identity_of_the_relatives_can_fail_by_itself(identity, right, shap
     identity(right, *arguments)
     wrongs = (numbered(right), lambda *inputs: right(*inputs) + 1.0)
     assert any(fails(identity, wrong, arguments) for wrong in wrongs)
+
+
+def test_what_was_got_is_the_answer_of_the_code_and_the_rest_is_expected():
+    def doubled(x, dims, axis):
+        return 2.0 * planted.partial_trace(x, dims, axis)
+
+    with pytest.raises(IdentityError, match="got 12, expected 6"):
+        of_traces.trace(doubled, np.eye(6), (2, 3), 0)
+    with pytest.raises(IdentityError, match=r"at \[0, 0\]: got 4, expected 2"):
+        of_traces.definition(doubled, np.eye(6), (2, 3), 0)
 
 
 def fails(identity, wrong, arguments):

@@ -152,14 +152,15 @@ def output_layer(base: Base) -> nn.Module | None:
 
 
 def _predicting_positions(inputs: Batch, head: Head) -> Tensor | None:
-    """Return the positions that predict, (examples, tokens); None where all do."""
+    """Return which positions predict, a row for each example; None where all do.
+
+    A position of a causal model predicts the token after it, and so the last one nothing.
+    """
     mask = loss_mask(inputs, head)
     if mask is None:
         return None
     mask = mask.bool()
-    if head is Head.causal_lm:  # a position predicts the token after it
-        mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    return mask
+    return mask[:, 1:] if head is Head.causal_lm else mask
 
 
 def _hidden_states(base: Base, inputs: Batch, layer: nn.Module, positions: Tensor) -> Tensor | None:

@@ -106,11 +106,19 @@ class LanguageDataset:
         return evaluate_language(cast("nn.Module", trainer.model), self)
 
     def evaluate_validation(self, trainer: Trainer) -> Scores | None:
-        """Measure the loss on the split of the training set, if there is one."""
-        if self.validation is None:
+        """Measure the loss on the split of the training set, if there is one.
+
+        It is the mean of all tokens, as on dev. Trainer's is one of the means of its batches.
+        """
+        if not self.validation_rows:
             return None
-        loss = float(trainer.evaluate()["eval_loss"])
-        return Scores({}, None, loss if np.isfinite(loss) else None, len(self.validation))
+        scores, _ = evaluate_tokens(
+            cast("nn.Module", trainer.model),
+            self.validation_rows,
+            self.tokenizer.pad_token_id,
+            autocast=self.uses_autocast,
+        )
+        return Scores({}, None, scores.loss, scores.examples)
 
     def answers(self, trainer: Trainer) -> tuple[str, ...]:
         """Generate what the model says to the first held-out examples."""

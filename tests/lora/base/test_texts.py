@@ -42,6 +42,7 @@ def test_the_ending_of_a_file_says_what_it_holds(tmp_path: Path) -> None:
     assert (example.prompt, example.completion) == ("2 + 2 =", " 4")
     assert (data_name(lines), data_name(str(examples))) == ("texts.txt", "texts.jsonl")
     assert data_name(["text"] * 1200) == "1,200 texts"
+    assert data_name(None) == "images drawn without a prompt"
 
 
 def chat(first: str, last: str) -> PromptExample:

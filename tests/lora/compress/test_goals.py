@@ -167,6 +167,15 @@ def test_an_untrained_variant_is_not_pruned(monkeypatch):
     assert result.behaviour.kept >= 0.95
 
 
+@pytest.mark.parametrize(("head", "is_trained_again"), [(0, True), (1_000_000, False)])
+def test_what_pruning_saves_beside_a_large_head_is_no_reason_to_train_again(head, is_trained_again):
+    variants = Variants([0.08, 0.6], 4.0)
+    goal = goal_of(variants)
+    goal.head_bytes = head
+    goal._total_size = lambda variant: variant.compression.totals.parameters + head
+    assert (goal.trained().steps > variants.steps) is is_trained_again
+
+
 def on_harder_texts(variant, excess, std_error=0.1, **asked):
     """What a variant keeps of texts on which every one loses so much more, roughly measured."""
     lost = 1.0 - variant.behaviour.kept

@@ -340,14 +340,22 @@ def test_the_summary_for_a_notebook_is_escaped():
     assert "4.10" in text
 
 
-@pytest.mark.parametrize(("second", "is_moved"), [(0.2, True), (0.7, False)])
-def test_a_label_moves_down_only_where_another_would_be_written_over(second, is_moved):
+@pytest.mark.parametrize(
+    ("labels", "is_moved"),
+    [
+        ({"m" * 40: 0.0, "second": 0.2}, True),
+        ({"m" * 40: 0.0, "second": 0.7}, False),
+        ({"second": 0.2, "m" * 40: 0.0}, True),
+        ({"second": 0.7, "m" * 40: 0.0}, False),
+    ],
+)
+def test_a_label_moves_down_only_where_another_would_be_written_over(labels, is_moved):
     pyplot = pytest.importorskip("matplotlib.figure", reason="charts are drawn by matplotlib")
     figure = pyplot.Figure(figsize=(8.0, 4.0))
     ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     ax.set_xlim(0.0, 1.0)
     ax.set_ylim(0.0, 1.0)
     size = SIZES[0]
-    _place_labels(ax, [("m" * 40, 0.0, 0.5, "black"), ("second", second, 0.5, "black")], size)
+    _place_labels(ax, [(text, x, 0.5, "black") for text, x in labels.items()], size)
     heights = [text.get_position()[1] * 4.0 * 72.0 for text in ax.texts]
     assert heights[0] - heights[1] == pytest.approx(1.35 * size.font_size * is_moved, abs=1e-6)

@@ -475,6 +475,16 @@ def test_the_text_of_a_checkpoint_fits_a_screen():
     assert len(text.splitlines()) == 5
 
 
+@pytest.mark.parametrize("count", [2, 8, 9, 12])
+def test_a_directory_of_weight_files_names_eight_of_them(tmp_path: Path, count: int) -> None:
+    names = [f"epoch{i:02}.safetensors" for i in range(count)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{count} weight files") as caught:
+        open_checkpoint(tmp_path)
+    assert re.findall(r"'(epoch\d\d\.safetensors)'", str(caught.value)) == names[:8]
+
+
 def test_a_directory_of_adapters_names_them(tmp_path: Path) -> None:
     write_lora_directory(tmp_path / "epoch_0")
     with pytest.raises(CheckpointError, match="its adapters lie in 'epoch_0': say which by name="):

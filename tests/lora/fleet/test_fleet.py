@@ -478,11 +478,8 @@ def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(
     assert {(outcome.state, outcome.message) for outcome in outcomes.values()} == {
         ("done", str(device))
     }
-    assert (ray.asked["address"], ray.asked["num_gpus"], ray.asked["max_retries"]) == (
-        "head:1",
-        share,
-        0,
-    )
+    asked = {name: ray.asked[name] for name in ("address", "num_cpus", "num_gpus", "max_retries")}
+    assert asked == {"address": "head:1", "num_cpus": 1, "num_gpus": share, "max_retries": 0}
     assert ray.asked["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
 
 

@@ -310,6 +310,15 @@ def test_another_tokenizer(measured, place, tmp_path):
     assert "its eos_token is '<end>', the base's '</s>'" in found.reasons[0].sentence
 
 
+def test_another_chat_template(place, tmp_path):
+    base = save_model(model_of(), tmp_path / "base", chat_template="{{ messages }}")
+    for template, codes in (("{{ messages }}", []), ("{{ messages }}!", ["tokenizer"])):
+        out = merged(place, tmp_path / f"merged{len(codes)}", chat_template=template)
+        found = lsr.measure(place / "lora", out, base=str(base), data=place / "rows.jsonl")
+        assert [reason.code for reason in found.reasons] == codes
+    assert found.reasons[0].sentence == "its tokenizer differs: its chat template is another"
+
+
 @pytest.mark.parametrize(
     ("change", "storage"),
     [

@@ -125,8 +125,9 @@ def test_a_dora_and_a_plain_adapter_merge_together_and_apart():
 
 
 def test_dora_saves_its_magnitudes(tmp_path):
+    targets = ["query", "intermediate.dense"]  # a square matrix and one that is not
     model = get_peft_model(
-        tiny_bert(), LsrConfig(target_modules=["query"], r=4, init_weights=False, use_dora=True)
+        tiny_bert(), LsrConfig(target_modules=targets, r=4, init_weights=False, use_dora=True)
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

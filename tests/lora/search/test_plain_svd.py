@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 
 import numpy as np
@@ -99,6 +100,7 @@ def test_every_result_is_reported_beside_the_best_of_all_storages(goal, storage)
     assert (result.low_rank_error, result.plain_form) == (rival, form)
     lines = [text for text in result.sentences() if f"{rival:.3g}" in text]
     if result.better_bytes is None:
+        assert f"; plain truncated SVD of that size {rival:.3g}" in repr(result)
         assert result.error <= rival or "bytes" not in goal
         text = f"Truncated SVD in as many bytes: {rival:.3g} in the same norm"
         assert lines == [f"{text} ({form.name}, the best of its storages)."]
@@ -108,3 +110,18 @@ def test_every_result_is_reported_beside_the_best_of_all_storages(goal, storage)
         better = compress(demo, bytes=result.better_bytes)
         assert better.error <= rival < result.error
         assert f"--bytes {result.better_bytes}" in lines[0]
+
+
+def test_the_best_truncated_svd_is_called_so_where_it_is_no_other_form():
+    demo = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    result = compress(demo, ratio=48, structure="lsr")
+    assert result.plain_form is None
+    assert f"; best truncated SVD of that size {result.low_rank_error:.3g}" in repr(result)
+
+
+def test_the_error_that_a_plan_speaks_of_comes_first():
+    demo = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    totals = replace(compress(demo, ratio=4).totals, functional_error=0.125)
+    names = [name for name, _ in totals.facts]
+    assert names[1:3] == ["error in the Fisher norm", "relative error, all layers"]
+    assert dict(totals.facts)["error in the Fisher norm"] == f"{totals.plan_error:.3g}"

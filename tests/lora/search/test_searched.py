@@ -322,6 +322,12 @@ def test_the_grid_is_coarse_and_fine() -> None:
     assert all(max(chain.shape.inner) > 1 for chain in upper)
 
 
+def test_the_coarse_grid_favours_no_side() -> None:
+    for chain in coarse_grid((576, 576), (2, 3), 4000):
+        assert set(chain.terms) == {(into, out) for out, into in chain.terms}
+        assert len(chain.terms) > 3
+
+
 def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 6.0)], search=QUICK)
     entries = [

@@ -124,6 +124,12 @@ def test_uniform_rows_are_coded_as_they_are_in_eight_bits():
     assert isinstance(made.stored(), SpectralCode)
 
 
+def test_bytes_that_nothing_can_use_are_said_with_a_way_to_use_them(demo):
+    assert compress(demo, bytes=10_000, storage="int8").unfilled is None
+    unfilled = compress(demo, bytes=300_000, storage="int4").unfilled
+    assert "in int4 nothing larger is nearer; with storage int8" in unfilled
+
+
 def test_what_fits_as_it_is_stays_as_it_is(demo):
     result = compress(demo, bytes=10_000_000, storage="float32")
     assert result.error == pytest.approx(0.0, abs=1e-7)

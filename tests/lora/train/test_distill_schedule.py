@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,3 +52,39 @@ def test_where_all_diverge_smaller_rates_are_tried():
     assert list(tried(lambda _: math.nan)) == pytest.approx([0.03, 0.09, 0.01, 0.01 / 3])
     only_small = tried(lambda rate: rate if rate < 0.02 else math.inf)
     assert min(only_small, key=only_small.get) == pytest.approx(0.01 / 3)
+
+
+def test_a_step_of_two_processes_has_the_loss_and_the_gradient_of_both(monkeypatch):
+    """All processes choose by the same losses, or each would go on with a rate of its own."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
+    from lsrdecomp.lora.train import distill_trainer
+    from lsrdecomp.lora.train.distill_trainer import Trainer, TrainingState, make_optimizer
+
+    class OfSquares(Trainer):
+        """Learns factors that are small, from two micro-batches that are alike."""
+
+        def __init__(self, n_processes):
+            self.processes = SimpleNamespace(num_processes=n_processes, process_index=0)
+            self.factors = [torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))]
+            self.initial = [self.factors[0].detach().clone()]
+            self.scales = [torch.tensor(2.0)]
+            self.steps, self.on_step = 2, None
+
+        def _next_batch(self, _):
+            return [SimpleNamespace(n_predictions=3)] * 2
+
+        def loss(self, micro):
+            return micro.n_predictions * self.factors[0].square().sum()
+
+    monkeypatch.setattr(distill_trainer, "reduce", lambda part: 2.0 * part)  # both are alike
+    losses, changes = [], []
+    for n_processes in (1, 2):
+        none = torch.zeros(3)
+        state = TrainingState(make_optimizer(none), none)
+        trainer = OfSquares(n_processes)
+        losses.append([trainer.train_step(state, 0.1) for _ in range(2)])
+        changes.append(state.changes.tolist())
+    assert losses[0][0] == pytest.approx(14.0)
+    assert losses[1] == pytest.approx(losses[0])
+    assert changes[1] == pytest.approx(changes[0])

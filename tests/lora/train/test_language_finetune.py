@@ -158,6 +158,24 @@ def test_early_stopping_judges_by_the_loss_of_tokens(place, tmp_path):
     assert record.best_step in (3, 6, 9)
 
 
+def test_the_loss_on_the_split_is_the_mean_of_its_tokens_in_batches_of_any_size(
+    place, tmp_path, monkeypatch
+):
+    losses = []
+    for size in (64, 3):
+
+        def in_batches(*given, size=size):
+            arguments = training_arguments(*given)
+            arguments.per_device_eval_batch_size = size
+            return arguments
+
+        run = import_module("lsrdecomp.lora.train.finetune_run")
+        monkeypatch.setattr(run, "training_arguments", in_batches)
+        asked = settings(place, patience=1, evaluate_every=2, validation=0.3, steps=2, samples=0)
+        losses.append(finetune(asked, tmp_path / f"{size}").validation.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_right_means_that_greedy_decoding_gives_the_completion():
     model, tokenizer = tiny_model().eval(), word_tokenizer()
     rows, wrong = [], []

@@ -418,7 +418,8 @@ def _in_base_order(tensor: str, up: Array, base: GgufBase) -> Array:
     heads = _heads_of_pairs(tensor, up, base)
     if heads is None:
         return up
-    return up.reshape(heads, 2, -1, up.shape[1]).swapaxes(1, 2).reshape(up.shape)
+    halves = up.reshape(heads, 2, -1, up.shape[1])
+    return halves.swapaxes(1, 2).reshape(up.shape)
 
 
 def _heads_of_pairs(tensor: str, up: Array, base: GgufBase) -> int | None:
