@@ -339,14 +339,18 @@ def of_written_texts():
     }
     assert found == WRITTEN_BIAS
     rows = record("written_texts")["rows"]
-    real, none = (
-        {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == arm}
-        for arm in ("real", "none")
+    tasks = ("sst2", "e2e", "arithmetic", "tickets")
+    shares = {(row["task"], row["arm"]): row["real"]["kept"] for row in rows}
+    real, few, none = (
+        [shares[task, arm] for task in tasks if (task, arm) in shares]
+        for arm in ("real", "few", "none")
     )
+    first, second, third, fourth = (short(share, 3) for share in few)
     yield (
-        f"With nothing given it keeps {none['sst2']} of SST-2's LoRA, where 100 prompts keep "
-        f"{real['sst2']}, and {none['e2e']} of E2E's, where they keep {real['e2e']}"
+        f"From five prompts it keeps {first} of SST-2's LoRA, {second} of E2E's, {third} of that "
+        f"for sums and {fourth} of that for tickets; from 100 prompts {joined(real, 3)}"
     )
+    yield f"With nothing given it keeps {joined(none, 3)}: too little by far"
     (fixed,) = (row for row in rows if row["arm"] == "none, fixed forms")
     (cut,) = (row for row in rows if row["arm"] == "none, answers cut to length")
     yield (
@@ -358,11 +362,6 @@ def of_written_texts():
     yield (
         f"{short(sst2['estimate']['effect'])} nats a token on texts that it wrote, "
         f"{short(sst2['real']['effect'])} on real ones"
-    )
-    few = {row["task"]: short(row["real"]["kept"], 3) for row in rows if row["arm"] == "few"}
-    names = {"sst2": "SST-2", "e2e": "E2E"}
-    yield "From five prompts it keeps " + " and ".join(
-        f"{few[task]} of {name}'s" for task, name in names.items() if task in few
     )
 
 
