@@ -324,8 +324,23 @@ def of_whole_answers():
         f"LSR gives {ours} of 64 answers in 120 kB, where truncated SVD gives {theirs}, and "
         f"{of_60} to its {theirs_of_60} in 60 kB; at 240 kB both give nine of ten"
     )
-    distilled = found["LSR, distilled", 60_000]
-    yield f"After 60 steps of distillation 60 kB of LSR give {distilled}"
+    trained = {size: found["LSR, distilled", size] for size in (60_000, 30_000)}
+    yield (
+        f"After 60 steps of distillation 60 kB of LSR give {trained[60_000]}, and 30 kB, of "
+        f"{found['LSR', 30_000]} before, {trained[30_000]}"
+    )
+    products, norm, integers = (
+        found[f"LSR without {part}", 60_000]
+        for part in ("Kronecker products", "the norm", "integers")
+    )
+    yield (
+        f"of LSR's {of_60} answers in 60 kB {products} stay without Kronecker products (truncated "
+        f"SVD in the norm), {norm} without the norm and {integers} without integers"
+    )
+    yield (
+        f"in 8 kB LSR gives {found['LSR', 8000]}, and "
+        f"{found['LSR without Kronecker products', 8000]} without Kronecker products"
+    )
     assert {row["seed"] for row in curve} == {0}
     assert {row["answered"] for row in curve} == {64}
 
