@@ -524,6 +524,7 @@ def test_a_condition_that_is_asked_for_is_met(condition, complex_values, data):
     case = data.draw(separated_matrices(condition=condition, complex_values=complex_values))
     assert case.separation_rank == 2
     assert_allclose(case.condition, condition, rtol=1e-15 * condition + 1e-12)
+    assert_allclose(case.weights[0], case.weights[1], rtol=1e-12)
 
 
 @given(separated_matrices(shape=KroneckerShape(((1, 1), (2, 1))), condition=10.0))

@@ -236,6 +236,7 @@ def test_curves_lie_where_their_numbers_are():
         assert y1 - y0 == pytest.approx(y2 - y1, abs=0.01)
         assert y1 > y0, "down the page is a smaller error"
         assert x1 > x0, "right is larger"
+        assert drawn(svg, "fg")[0] == [points[0]], "what was written has a ring"
 
 
 def test_a_picture_of_shares_is_linear_and_shows_what_was_asked_for():
