@@ -390,3 +390,20 @@ def test_an_answer_no_smaller_than_the_matrix_says_so(rng):
     assert "The matrix itself has 221 numbers" in str(result)
     smaller = lsr.decompose(np.eye(16), FOUR, rank=1)
     assert "The matrix itself" not in str(smaller)
+
+
+def test_what_recompressing_leaves_out_adds_up(rng):
+    frames = [np.linalg.qr(rng.standard_normal((4, 4)))[0].T.reshape(4, 2, 2) for _ in range(2)]
+    matrix = lsr.SeparatedMatrix(np.array([1.0, 0.03, 0.02, 0.02]), frames)
+    assert lsr.recompress(matrix, rtol=0.03).separation_rank == 2
+    assert lsr.recompress(matrix, rtol=0.025).separation_rank == 3
+
+
+def test_a_missed_goal_of_one_of_many_is_raised_where_it_is_asked_for(rng):
+    matrices = [np.eye(4), rng.standard_normal((4, 4))]
+    goals = {"rank": 1, "rtol": 1e-6, "solver": "als"}
+    with pytest.warns(ConvergenceWarning, match="1 of 2 matrices missed their goal; matrix 1"):
+        records = lsr.decompose_each(matrices, "2x2, 2x2", **goals)
+    assert [record.separation_rank for record in records] == [1, 1]
+    with pytest.raises(ConvergenceError):
+        lsr.decompose_each(matrices, "2x2, 2x2", **goals, throw=True)

@@ -85,3 +85,8 @@ def test_overflow_is_not_told_to_use_the_type_it_overflowed_in():
         round_to(np.array([1e39]), "bfloat16")
     with pytest.raises(PrecisionError, match="store it as float64 or float32 or bfloat16"):
         round_to(np.array([1e30]), "float16")
+
+
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "tf32"])
+def test_a_type_has_the_bits_that_an_array_of_it_takes(name):
+    assert PRECISIONS[name].bits == 8 * numpy_dtype(name).itemsize

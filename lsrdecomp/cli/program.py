@@ -66,7 +66,7 @@ def _in_one_line(error: Any) -> None:
     if type(error).show is not UsageError.show:  # a help text in place of arguments
         return
     message = error.format_message().removeprefix("Invalid value for ").removesuffix(".")
-    message = message if message[:1] in "-'" else f"{message[:1].lower()}{message[1:]}"
+    message = f"{message[:1].lower()}{message[1:]}"
     path = NAME if error.ctx is None else error.ctx.command_path
     sentence = printable(" ".join(message.split()))
     end = "" if sentence.endswith("?") else "."

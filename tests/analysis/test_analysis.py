@@ -23,6 +23,7 @@ from lsrdecomp.analysis import (
     rearranged_spectrum,
     solver_curve,
 )
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.testing import separated_matrices
 
 I = np.arange(36.0)  # noqa: E741 - indices, as in a formula
@@ -241,3 +242,15 @@ def test_records_fit_a_screen_and_draw_themselves(rng):
     assert "up to 64 terms and 8,192 parameters" in repr(curve)
     assert curve.plot(against="ranks").lines
     assert spectrum.plot().lines
+
+
+def test_an_error_that_no_point_of_a_curve_reaches_is_refused():
+    curve = ErrorCurve("x", (0, 1), (0, 4), (1.0, 0.5), 1.0)
+    assert curve.rank_for(0.5) == 1
+    with pytest.raises(BudgetError, match="the smallest error on the curve is 0.5, not 0.1"):
+        curve.rank_for(0.1)
+
+
+def test_a_shape_in_words_is_the_label_as_a_curve_writes_it(rng):
+    matrix = rng.standard_normal((4, 4))
+    assert solver_curve(matrix, "2x2,2x2", [1]).label == "2x2, 2x2"

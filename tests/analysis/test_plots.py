@@ -198,3 +198,8 @@ def test_pictures_look_as_they_did_when_someone_looked(name, tmp_path):
         str(BASELINES / f"{name}.png"), str(tmp_path / f"{name}.png"), tol=12
     )
     assert difference is None, difference
+
+
+def test_a_front_shows_a_choice_of_one_number():
+    points = [ParetoPoint("a", 0, 0, 1.0), ParetoPoint("a", 1, 1, 0.5), ParetoPoint("a", 2, 8, 0.1)]
+    assert list(plot_pareto(points).lines[0].get_xdata()) == [1, 8]

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from checkpoint_files import write_lora_directory
 from console import run_command, run_in_process
 
 import lsrdecomp
 from lsrdecomp.cli.options import memory_size
 from lsrdecomp.lora import compress as compressing
-from lsrdecomp.lora.base import base_files
+from lsrdecomp.lora.base import Behaviour, base_files
 from lsrdecomp.lora.files import open_checkpoint, write_lora
+from lsrdecomp.lora.measure import Comparison, Fidelity
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
@@ -433,3 +435,25 @@ def test_a_file_that_became_larger_than_its_source_is_warned_of(tmp_path):
     assert large.returncode == 0, large.stderr
     assert "WARNING: the weight file has" in " ".join(large.stderr.split())
     assert "smaller numbers (--storage float16)" in " ".join(large.stderr.split())
+
+
+def test_inspect_counts_the_terms_that_one_percent_needs(tmp_path):
+    up, down = np.eye(4, 3), np.diag([1.0, 0.1, 1e-4]) @ np.eye(3, 6)
+    name = "base_model.model.layers.0.q.lora_{}.weight"
+    tensors = {name.format("A"): down.astype("float32"), name.format("B"): up.astype("float32")}
+    lora = write_lora_directory(tmp_path / "lora", tensors, r=3)
+    done = run_command("inspect", lora, "--json", tmp_path / "i.json")
+    assert done.returncode == 0, done.stderr
+    (layer,) = json.loads((tmp_path / "i.json").read_text())["layers"]
+    assert layer["rank_for_1_percent"] == 2
+
+
+@pytest.mark.parametrize(("kl", "said"), [(0.1, True), (0.99, False)])
+def test_measure_says_why_it_fails_below_a_share(monkeypatch, kl, said):
+    behaviour = Behaviour(128, 3000, "token", kl, 0.99, 1.0, 0.008)
+    fidelity = Fidelity.of(behaviour, data="d", base="b", bytes_before=9, bytes_after=1)
+    found = Comparison("a", "b", "adapter", (), fidelity=fidelity)
+    monkeypatch.setattr("lsrdecomp.lora.measure.measure", lambda *_, **__: found)
+    done = run_command("measure", DEMO, DEMO, "--base", "b", "--fail-below", "0.95")
+    assert done.returncode == 1, done.stderr
+    assert ("less than 95 % of the LoRA's effect is left" in done.stdout + done.stderr) is said

@@ -1,5 +1,7 @@
 """Ctrl-C at any moment: exit code 130, one line, no traceback."""
 
+import importlib
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -58,3 +60,14 @@ def test_without_ctrl_c_the_same_start_is_a_run():
 def test_help_names_the_command_however_it_was_started():
     done = run_command("export", "--no-such-option")
     assert (done.returncode, "Try 'lsrdecomp export -h'" in done.stderr) == (2, True), done.stderr
+
+
+def test_the_module_runs_where_it_is_run_and_not_where_it_is_imported(monkeypatch):
+    calls = []
+    program = importlib.import_module("lsrdecomp.cli.main")
+    monkeypatch.setattr(program, "run", lambda: calls.append(1))
+    path = str(Path(lsrdecomp.__file__).with_name("__main__.py"))
+    runpy.run_path(path, run_name="imported")
+    assert calls == []
+    runpy.run_path(path, run_name="__main__")
+    assert calls == [1]

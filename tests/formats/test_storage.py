@@ -11,7 +11,7 @@ from oracles import exact_error
 
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import PartOptions, cheapest_formats, within_cost
-from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, least_bytes, smallest
+from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, _Rounding, least_bytes, smallest
 from lsrdecomp.formats.number_formats import (
     FORMATS,
     nearest_codes,
@@ -310,3 +310,11 @@ def test_more_formats_to_choose_from_never_lose_a_budget_that_one_of_them_keeps(
         for formats in (("float32",), ("int8", "float16", "float32")):
             stored = smallest(target, separated, atol=1e-2 * target.norm, formats=formats)
             assert exact_error(target.matrix, stored.approximation) <= 1e-2 * target.norm
+
+
+@pytest.mark.parametrize("complex_values", [False, True])
+def test_the_bytes_that_formats_are_chosen_by_are_those_of_the_codes(rng, complex_values):
+    factors = [rng.standard_normal((2, 4, 4)) + 1j * complex_values for _ in range(2)]
+    rounding = _Rounding.measure(SeparatedMatrix(np.ones(2), factors), ("int8", "float16"))
+    for sizes, stored in zip(rounding.bytes, rounding.rounded[0], strict=True):
+        assert list(sizes) == [factor.bytes for factor in stored]

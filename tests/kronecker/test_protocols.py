@@ -484,3 +484,11 @@ def test_torch_forms_the_matrix_once(monkeypatch, rng):
     assert np.array_equal(np.from_dlpack(matrix), matrix.toarray())
     other = SeparatedMatrix.from_factors([torch.ones(1, 2, 2), torch.ones(1, 2, 2)])
     assert torch.equal(torch.as_tensor(other), other.to_matrix())
+
+
+def test_an_operand_of_another_library_is_named_by_that_library(rng):
+    strict = pytest.importorskip("array_api_strict", reason="a library of arrays beside NumPy")
+    matrix = lsr.decompose(rng.standard_normal((4, 4)), "2x2, 2x2", rank=1).approximation
+    words = "the factors are arrays of numpy, the operand is one of array_api_strict; "
+    with pytest.raises(TypeError, match=words):
+        matrix @ strict.zeros(4)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_close, kron_sum
 
-from lsrdecomp import KroneckerShape, SeparatedMatrix
+from lsrdecomp import KroneckerShape, SeparatedMatrix, decompose
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker import SeparatedProduct
@@ -300,3 +300,9 @@ def test_what_jax_takes_apart_it_builds_again(monkeypatch):
     assert unflatten(structure, leaves) == matrix
     placeholders = unflatten(structure, ["weights", "first", "second"])
     assert (placeholders.weights, placeholders.factors) == ("weights", ("first", "second"))
+
+
+def test_a_list_stands_on_the_left_as_well(rng):
+    matrix = decompose(rng.standard_normal((4, 6)), "2x3, 2x2", rank=2).approximation
+    row = [1.0, 2.0, 3.0, 4.0]
+    np.testing.assert_allclose(row @ matrix, np.array(row) @ matrix.to_matrix(), rtol=1e-12)

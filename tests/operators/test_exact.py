@@ -15,6 +15,7 @@ import lsrdecomp as lsr
 from lsrdecomp import operators as ops
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, PrecisionError, ShapeError
+from lsrdecomp.operators.diagonal import nonzero_sums
 from lsrdecomp.testing import invertible_matrices, kronecker_shapes
 
 KINDS = ("float64", "complex128", "float32")
@@ -568,3 +569,12 @@ def test_a_kronecker_sum_takes_its_matrices_one_by_one():
             ops.kronecker_sum(matrices)
     with pytest.raises(ShapeError, match=r"part 2 .* has shape \(2, 3\)$"):
         ops.kronecker_sum(np.eye(3), np.ones((2, 3)))
+
+
+def test_a_small_sum_among_many_is_no_rounding():
+    """Only what is added to one value is rounded in it."""
+    values = np.ones((1, 1000))
+    values[0, 0] = 1e-14
+    assert_allclose(nonzero_sums(values, "values"), values[0])
+    with pytest.raises(MatrixError, match="the smallest of its 2 values is 0"):
+        nonzero_sums(np.array([[1.0, 1.0], [-1.0, 1.0]]), "values")

@@ -533,3 +533,8 @@ def test_an_easy_problem_ends_with_two_fits_that_agree():
     assert len(many.sweeps) == len(one.sweeps)
     single = decompose(matrix, shape, rank=4, solver=ALS(initializations=1))
     assert len(single.sweeps) < len(one.sweeps)
+
+
+def test_a_goal_of_zero_leaves_the_ridge_that_rounding_needs():
+    assert ALS().alpha(3, 0.0) == storage_ridge("float32", 3) > 0.0
+    assert ALS().alpha(3, 1e-6) == pytest.approx(1e-12)

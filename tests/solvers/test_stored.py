@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lsrdecomp import decompose
+from lsrdecomp import ErrorBudget, decompose
 from lsrdecomp.arrays import as_double
+from lsrdecomp.errors import ConvergenceWarning
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers import Status
 from lsrdecomp.targets.residual import rows_of
@@ -70,3 +71,11 @@ def test_a_residual_forms_no_sum_of_two_factors_in_full(halving: np.ndarray) -> 
         assert np.allclose(rows(part), formed[part], rtol=0.0, atol=1e-14)
     error = np.linalg.norm(halving - formed)
     assert Dense(halving).residual_norm(Unformed(approximation)) == pytest.approx(error, rel=1e-6)
+
+
+def test_a_budget_is_missed_rather_than_kept_by_more_terms_than_are_allowed(rng):
+    factors = [rng.standard_normal((3, 2, 2)) for _ in range(3)]
+    matrix = SeparatedMatrix.from_factors(factors).to_matrix()
+    with pytest.warns(ConvergenceWarning, match="Every allowed term was used"):
+        result = decompose(matrix, "2x2, 2x2, 2x2", rank=2, budget=ErrorBudget(rtol=1e-2))
+    assert result.separation_rank == 2

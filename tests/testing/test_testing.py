@@ -1,6 +1,7 @@
 """lsrdecomp.testing finds planted bugs in a user's code, names them, and lets sound code pass."""
 
 import math
+from dataclasses import replace
 from functools import partial, reduce
 
 import numpy as np
@@ -47,6 +48,7 @@ from lsrdecomp.testing import (
 from lsrdecomp.testing import khatri_rao as of_columns
 from lsrdecomp.testing import partial_trace as of_traces
 from lsrdecomp.testing import vectorization as of_vec
+from lsrdecomp.testing.cases import Corner, CornerArray
 
 
 def our_terms(matrix, shape, rank):
@@ -522,6 +524,7 @@ def test_a_condition_that_is_asked_for_is_met(condition, complex_values, data):
     case = data.draw(separated_matrices(condition=condition, complex_values=complex_values))
     assert case.separation_rank == 2
     assert_allclose(case.condition, condition, rtol=1e-15 * condition + 1e-12)
+    assert_allclose(case.weights[0], case.weights[1], rtol=1e-12)
 
 
 @given(separated_matrices(shape=KroneckerShape(((1, 1), (2, 1))), condition=10.0))
@@ -803,3 +806,10 @@ def test_methods_that_are_not_there_are_named():
         check_operator(TheirOperator, methods=["matvek"])
     with pytest.raises(LsrError, match="no method under a usual name"):
         check_operator(lambda w, fs: object())
+
+
+def test_a_corner_that_cannot_be_filled_anew_is_not_made_shorter():
+    values = CornerArray(np.zeros((3, 5)), "float64")
+    corner = Corner("zeros", lambda *_: None, np.linalg.svd, [values])
+    assert corner.sides == []
+    assert replace(corner, fill=lambda shapes: [values]).sides == [3, 5]

@@ -316,3 +316,12 @@ def test_of_answers_that_were_missed_on_held_out_prompts_a_larger_version_gives_
     assert larger.behaviour.kept > result.behaviour.kept
     fall = -np.log(50 / 64) / (1.0 - result.behaviour.kept) ** 0.5
     assert answers_of(larger, fall) == pytest.approx(0.9, abs=0.03)
+
+
+def test_where_no_held_out_answer_is_kept_a_larger_version_is_made(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    goal = answer_goal_of(Answering([1.0, 1.0], 1.0))
+    result = goal.untrained()
+    asked = {"requested_answers": 0.9, "answered": 64, "n_matching": 0}
+    larger = goal.replacement(result, on_harder_texts(result, 0.0, **asked))
+    assert larger.behaviour.kept > result.behaviour.kept

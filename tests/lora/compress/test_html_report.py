@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.lora.base import Behaviour
+from lsrdecomp.lora.compress import truncate
+from lsrdecomp.lora.compress.cut_report import cut_report
 from lsrdecomp.lora.compress.html_report import html_report
 from lsrdecomp.lora.compress.report_charts import (
     SIZES,
@@ -19,6 +22,7 @@ from lsrdecomp.lora.compress.report_charts import (
     error_charts,
     share_charts,
 )
+from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.measure import Fidelity, Measurement
 from lsrdecomp.lora.measure.fidelity import AnswerPair
 from lsrdecomp.lora.search.plan import CompressionPlan
@@ -232,6 +236,7 @@ def test_curves_lie_where_their_numbers_are():
         assert y1 - y0 == pytest.approx(y2 - y1, abs=0.01)
         assert y1 > y0, "down the page is a smaller error"
         assert x1 > x0, "right is larger"
+        assert drawn(svg, "fg")[0] == [points[0]], "what was written has a ring"
 
 
 def test_a_picture_of_shares_is_linear_and_shows_what_was_asked_for():
@@ -359,3 +364,14 @@ def test_a_label_moves_down_only_where_another_would_be_written_over(labels, is_
     _place_labels(ax, [(text, x, 0.5, "black") for text, x in labels.items()], size)
     heights = [text.get_position()[1] * 4.0 * 72.0 for text in ax.texts]
     assert heights[0] - heights[1] == pytest.approx(1.35 * size.font_size * is_moved, abs=1e-6)
+
+
+def test_the_page_of_a_cut_has_what_was_measured_and_the_ranks():
+    cut = truncate(open_checkpoint(files("lsrdecomp.cli") / "demo_adapter"), ratio=4)
+    behaviour = Behaviour(128, 3000, "token", 0.1, 0.99, 1.0, 0.008)
+    sizes = {"bytes_before": 2000, "bytes_after": 1000}
+    fidelity = Fidelity.of(behaviour, data="d", base="b", **sizes)
+    page = cut_report(replace(cut, fidelity=fidelity))
+    assert "90.0 ± 0.8 %" in Page(page).texts
+    for layer, rank in zip(cut.layers, cut.ranks, strict=True):
+        assert f"<td>{layer.rank}</td><td>{rank}</td>" in page

@@ -446,6 +446,7 @@ class Cluster(ModuleType):
 
     def wait(self, answers, num_returns):
         assert set(answers) == set(self.running)
+        assert num_returns <= len(answers)  # ray raises a ValueError
         return [self.running.pop()], list(self.running)
 
 
@@ -595,3 +596,8 @@ def test_one_adapter_is_no_fleet_and_the_message_says_what_is(tmp_path):
     write_lora_directory(tmp_path / "in")
     with pytest.raises(CheckpointError, match=f"one adapter.*compress {tmp_path / 'in'}"):
         run_fleet(tmp_path / "in", tmp_path / "out", PLAN, runner=in_process)
+
+
+def test_an_outcome_without_numbers_counts_none():
+    missed = Outcome("b", "missed", "no rank is small enough")
+    assert (missed.parameters_before, missed.parameters, missed.attempts) == (0, 0, 1)

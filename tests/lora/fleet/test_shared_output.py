@@ -268,6 +268,12 @@ def test_a_lock_file_that_says_nothing_is_taken(tmp_path):
         assert not (tmp_path / LOCK).exists()
 
 
+@needs_locks
+def test_a_lock_file_that_somebody_removed_stops_nobody(tmp_path):
+    with fleet_lock(tmp_path / LOCK):
+        (tmp_path / LOCK).unlink()
+
+
 # -- parts -----------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import lsrdecomp as lsr
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.lora.base import Behaviour
+from lsrdecomp.lora.measure import Comparison, Fidelity
 
 DEMO = files("lsrdecomp.cli") / "demo_adapter"
 
@@ -100,10 +102,15 @@ def test_a_missing_head_and_layers_of_nobody_are_faults(lora, tmp_path):
     save_file(headless, tmp_path / "headless" / "adapter_model.safetensors")
     found = lsr.measure(lora, tmp_path / "headless")
     assert (found.verdict, [reason.code for reason in found.reasons]) == ("damaged", ["heads"])
+    key = next(key for key in tensors if "classifier" in key)
+    shutil.copytree(lora, tmp_path / "changed")
+    save_file(tensors | {key: 2.0 * tensors[key]}, tmp_path / "changed/adapter_model.safetensors")
+    found = lsr.measure(lora, tmp_path / "changed")
+    assert (found.verdict, [reason.code for reason in found.reasons]) == ("damaged", ["heads"])
     shutil.copytree(lora, tmp_path / "larger")
     for side in "AB":
         key = next(key for key in tensors if f"lora_{side}" in key)
-        tensors[key.replace("layer.3", "layer.9")] = np.ones_like(tensors[key])
+        tensors[key.replace("layer.3", "layer.9")] = np.full_like(tensors[key], 0.01)
     save_file(tensors, tmp_path / "larger" / "adapter_model.safetensors")
     found = lsr.measure(lora, tmp_path / "larger")
     assert (found.verdict, [reason.code for reason in found.reasons]) == ("damaged", ["unknown"])
@@ -123,3 +130,11 @@ def test_errors_of_the_library_name_their_arguments(lora):
         lsr.measure(lora, lora, data=["a text"])
     with pytest.raises(CheckpointError, match="no such file"):
         lsr.measure(lora, lora.parent / "nowhere")
+
+
+@pytest.mark.parametrize(("matching", "verdict"), [(60, "whole"), (0, "reduced")])
+def test_whole_is_what_has_the_effect_and_the_answers(matching, verdict):
+    behaviour = Behaviour(128, 3000, "token", 0.001, 0.99, 1.79, 0.008)
+    files = {"bytes_before": 100, "bytes_after": 10}
+    fidelity = Fidelity.of(behaviour, data="d", base="b", **files, answered=64, n_matching=matching)
+    assert Comparison("a", "b", "adapter", (), fidelity=fidelity).verdict == verdict

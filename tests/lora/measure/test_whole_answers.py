@@ -1,6 +1,7 @@
 """What a version answers in words: greedy answers to held-out prompts, whole and word for word."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tiny_bases import write_directories  # noqa: E402
 from lsrdecomp.lora.base.dataset import PromptExample  # noqa: E402
 from lsrdecomp.lora.base.generation import greedy_answers  # noqa: E402
 from lsrdecomp.lora.base.open_bases import load_base  # noqa: E402
+from lsrdecomp.lora.measure import served_outputs  # noqa: E402
 from lsrdecomp.lora.measure.evaluator import Evaluator  # noqa: E402
 from lsrdecomp.lora.measure.output_meter import N_OTHER_PROMPTS, Meter  # noqa: E402
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings  # noqa: E402
@@ -31,6 +33,8 @@ def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
     assert all(each.matches for each in same)
     assert any(each.lora for each in same)
     assert evaluator.compare_answers(folder / "lora", limit=3) == same[:3]
+    evaluator.held_out = [PromptExample("", " w1", "a line"), evaluator.held_out[0]]
+    assert evaluator.compare_answers(folder / "lora") == same[:1]
     evaluator.held_out = [("w1 w2", None)]
     assert evaluator.compare_answers(folder / "lora") == []
 
@@ -105,3 +109,29 @@ def test_where_no_answer_depends_on_its_prompt_no_share_of_that_is_given(languag
     found = Meter(source, texts, EvaluatorSettings()).whole_answers(source)
     assert (found.answered, found.n_matching) == (9, 9)
     assert (found.prompt_kept, found.prompt_error) == (None, None)
+
+
+def test_a_server_that_is_the_lora_keeps_all_and_is_asked_no_more_than_so_much(meter, monkeypatch):
+    def ask(ids, adapted):
+        with torch.no_grad():
+            logits = meter.source.model(input_ids=torch.tensor([list(ids)])).logits[0, -1]
+        logprobs = logits.double().log_softmax(-1)
+        return {int(token): float(logprobs[token]) for token in logprobs.topk(5).indices}
+
+    rows, _ = meter.own_answers()
+    asked = []
+
+    def complete(ids, limit):
+        row = rows[len(asked)]
+        assert (row.ids[: len(ids)], len(row) - len(ids)) == (ids, limit)
+        asked.append(ids)
+        return meter.source.tokenizer.decode(row.ids[len(ids) :], skip_special_tokens=True)
+
+    monkeypatch.setattr(served_outputs, "MAX_ASKED", 3)
+    server = served_outputs.ServedOutputs(SimpleNamespace(ask=ask, complete=complete), meter)
+    matches = server.whole_answers()
+    assert (len(asked), matches.answered, matches.n_matching) == (3, 3, 3)
+    behaviour = server.compare()
+    assert behaviour.examples == 3
+    assert behaviour.agreement == 1.0
+    assert abs(behaviour.kl) < 1e-5

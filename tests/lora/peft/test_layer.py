@@ -310,3 +310,22 @@ def test_rslora_scales_by_the_square_root():
 def test_other_modules_are_refused_by_name():
     with pytest.raises(UnsupportedLayerError, match=r"LayerNorm.* is not supported"):
         get_peft_model(nn.ModuleDict({"norm": nn.LayerNorm(4)}), LsrConfig(target_modules=["norm"]))
+
+
+class ScaledEmbedding(nn.Embedding):
+    """One that multiplies the rows that it looks up, as Gemma's."""
+
+    embed_scale = torch.tensor(3.0)
+
+    def forward(self, x):
+        return super().forward(x) * self.embed_scale
+
+
+def test_an_embedding_that_scales_its_rows_scales_what_is_added(monkeypatch):
+    monkeypatch.setitem(KINDS, "scaled", lambda: (ScaledEmbedding(15, 8), torch.arange(15)))
+    layer, x = adapted("scaled")
+    with torch.no_grad():
+        mine = layer(x)
+        base = layer.get_base_layer()
+        base.weight += layer.get_delta_weight("default")
+        torch.testing.assert_close(mine, base(x))

@@ -117,3 +117,11 @@ def test_it_is_done_once_also_below_another_library_s_wrapper(monkeypatch):
     monkeypatch.setattr(PeftAdapterMixin, "load_adapter", theirs)
     assert teach_transformers() is True
     assert PeftAdapterMixin.load_adapter is theirs
+
+
+def test_what_a_call_says_of_downloads_goes_before_what_it_has_in_its_configuration():
+    arguments = {"adapter_kwargs": {"revision": "main", "subfolder": "a"}}
+    options = transformers_loading._download_options(arguments)
+    assert "local_files_only" not in options
+    alone = transformers_loading._download_options({**arguments, "local_files_only": True})
+    assert alone == {**options, "local_files_only": True}

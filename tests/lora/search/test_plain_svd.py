@@ -125,3 +125,14 @@ def test_the_error_that_a_plan_speaks_of_comes_first():
     names = [name for name, _ in totals.facts]
     assert names[1:3] == ["error in the Fisher norm", "relative error, all layers"]
     assert dict(totals.facts)["error in the Fisher norm"] == f"{totals.plan_error:.3g}"
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+@pytest.mark.parametrize("form", PLAIN_FORMS, ids=str)
+def test_of_one_layer_the_estimate_is_what_is_measured(form, size, rng, monkeypatch):
+    """Signs are rounded better than the Gaussian numbers that are expected."""
+    monkeypatch.setattr(plain_svd, "PLAIN_FORMS", [form])
+    up, down = (rng.choice([-1.0, 1.0], (2, 256)) for _ in range(2))
+    layer = Layer.of("q", LowRank(size * up.T, down))
+    estimate, _ = best_plain_svd([layer], 4000, measured=False)
+    assert estimate == pytest.approx(best_plain_svd([layer], 4000)[0], rel=1e-6)

@@ -371,3 +371,13 @@ def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same
     found = sum(chosen.candidate.squared_error for chosen in fitted.chosen)
     assert np.sqrt(found / sum(layer.squared_norm for layer in layers)) <= svd * (1 + 1e-9)
     assert fitted.low_rank_error <= svd * 1.02  # priced without fits of one side to the other
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_codes_do_not_depend_on_the_size_of_the_numbers(rng, rows):
+    numbers = rng.standard_normal((rows, 32))
+    codes, steps, units = nearest_grouped_codes(numbers, 4, 8)
+    scaled_codes, scaled_steps, scaled_units = nearest_grouped_codes(numbers * 2.0**-200, 4, 8)
+    np.testing.assert_array_equal(scaled_codes, codes)
+    np.testing.assert_array_equal(scaled_steps, steps)
+    np.testing.assert_array_equal(scaled_units, units * 2.0**-200)

@@ -88,3 +88,29 @@ def test_a_step_of_two_processes_has_the_loss_and_the_gradient_of_both(monkeypat
     assert losses[0][0] == pytest.approx(14.0)
     assert losses[1] == pytest.approx(losses[0])
     assert changes[1] == pytest.approx(changes[0])
+
+
+def test_an_evaluation_without_a_share_is_the_worst_and_the_best_is_kept():
+    torch = pytest.importorskip("torch")
+    from lsrdecomp.lora.train.distill_state import TrainingState
+    from lsrdecomp.lora.train.distill_trainer import Trainer
+
+    changes = torch.nn.Parameter(torch.zeros(1))
+    state = TrainingState(torch.optim.AdamW([changes]), torch.zeros(1))
+    shares = iter([None, 0.5, math.nan, 0.75, 0.25])
+    validation = SimpleNamespace(compare=lambda _: SimpleNamespace(kept=next(shares)))
+    trainer = SimpleNamespace(
+        data=SimpleNamespace(validation=validation),
+        student=None,
+        set_parameters=lambda _: None,
+        evaluation_cost=1.0,
+    )
+    best = []
+    for step in range(5):
+        changes.data.fill_(float(step))
+        state.step = step
+        Trainer.evaluate(trainer, state)
+        best.append(int(state.best))
+    assert state.shares == [-math.inf, 0.5, -math.inf, 0.75, 0.25]
+    assert best == [0, 1, 1, 3, 3]
+    assert state.passes == 5.0

@@ -12,7 +12,9 @@ pytest.importorskip("sklearn")
 
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.lora.base.dataset import DataError
+from lsrdecomp.lora.train.finetune_settings import SettingsError
 from lsrdecomp.lora.train.labelled import Labels, find_labels, texts_of
+from lsrdecomp.lora.train.run_data import split_off
 
 TWO = Labels(("0", "1"))
 SCORES = Labels()
@@ -99,3 +101,13 @@ def test_metrics_agree_with_their_definitions():
     ranks = SCORES.score([1.0, 2.0, 4.0], [1.0, 10.0, 11.0])
     assert ranks["spearman"] == pytest.approx(1.0)
     assert ranks["pearson"] == pytest.approx(np.corrcoef([1.0, 2.0, 4.0], [1.0, 10.0, 11.0])[0, 1])
+
+
+def test_a_share_that_leaves_one_side_empty_is_refused():
+    examples = list(range(10))
+    remaining, apart = split_off(examples, 0.2, seed=0)
+    assert (len(remaining), len(apart)) == (8, 2)
+    assert sorted(remaining + apart) == examples
+    for share, count in ((0.01, 0), (0.99, 10)):
+        with pytest.raises(SettingsError, match=f"leaves {count} of them apart"):
+            split_off(examples, share, seed=0)

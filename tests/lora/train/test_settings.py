@@ -232,3 +232,8 @@ def test_the_method_is_that_of_the_adapter_to_train_on_from(tmp_path, config, me
     values = {"base": "smollm2", "data": "train.jsonl", "init": str(tmp_path)}
     assert FinetuneSettings.from_mapping(values).method == method
     assert FinetuneSettings.from_mapping({**values, "method": "krona"}).method == "krona"
+
+
+def test_pieces_of_vectors_divide_the_sides_of_small_models(methods):
+    length = methods.METHODS["vblora"].defaults["vector_length"]
+    assert [width % length for width in (128, 384, 576)] == [0, 0, 0]
