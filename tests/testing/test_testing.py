@@ -48,7 +48,7 @@ from lsrdecomp.testing import (
 from lsrdecomp.testing import khatri_rao as of_columns
 from lsrdecomp.testing import partial_trace as of_traces
 from lsrdecomp.testing import vectorization as of_vec
-from lsrdecomp.testing.cases import Corner, CornerArray
+from lsrdecomp.testing.cases import Corner, CornerArray, _two_types
 
 
 def our_terms(matrix, shape, rank):
@@ -813,3 +813,10 @@ def test_a_corner_that_cannot_be_filled_anew_is_not_made_shorter():
     corner = Corner("zeros", lambda *_: None, np.linalg.svd, [values])
     assert corner.sides == []
     assert replace(corner, fill=lambda shapes: [values]).sides == [3, 5]
+
+
+def test_the_wider_of_two_types_has_digits_that_single_precision_loses():
+    for name, arrays in _two_types([np.arange(1.0, 5.0), np.arange(2.0, 6.0)]).items():
+        wide = [a for a in arrays if a.dtype == ("complex128" if "complex" in name else "float64")]
+        assert len(wide) == 1
+        assert not np.array_equal(wide[0].values, wide[0].values.astype("complex64"))
