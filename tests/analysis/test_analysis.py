@@ -253,4 +253,4 @@ def test_an_error_that_no_point_of_a_curve_reaches_is_refused():
 
 def test_a_shape_in_words_is_the_label_as_a_curve_writes_it(rng):
     matrix = rng.standard_normal((4, 4))
-    assert solver_curve(matrix, "2x2,2x2", [1]).label == "2x2, 2x2"
+    assert solver_curve(matrix, "2x2,2x2", [1]).label == "2×2 ⊗ 2×2"
