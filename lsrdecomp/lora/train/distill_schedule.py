@@ -38,26 +38,21 @@ def n_evaluations(steps: int, cost: float) -> int:
     return max(2, min(8, affordable))
 
 
-def first_rates(share: float) -> list[float]:
-    """Return the rates that are tried first for a student that keeps a share of the effect.
-
-    >>> [f"{rate:.3f}" for rate in first_rates(0.91) + first_rates(0.9999)]
-    ['0.030', '0.090', '0.001', '0.003']
-    """
-    lost = min(1.0, max(MIN_LOST, 1.0 - share))
-    return [math.sqrt(lost) * rate for rate in TRIAL_RATES]
-
-
-def next_trial(trials: Sequence[RateTrial[Any]], first: Sequence[float]) -> float | None:
+def next_trial(trials: Sequence[RateTrial[Any]], share: float) -> float | None:
     """Return the next rate to try, until the best one has a worse one on either side.
 
     None where it has, or where enough rates were tried. After the first ones the next is three
-    times the largest rate that was tried, or a third of the smallest.
+    times the largest rate that was tried, or a third of the smallest. ``share`` is what the student
+    keeps of the effect before training.
+
+    >>> [f"{next_trial([], share):.3f}" for share in (0.91, 0.9999)]
+    ['0.030', '0.001']
     """
     if len(trials) >= MAX_TRIALS:
         return None
-    if len(trials) < len(first):
-        return first[len(trials)]
+    if len(trials) < len(TRIAL_RATES):
+        lost = min(1.0, max(MIN_LOST, 1.0 - share))
+        return math.sqrt(lost) * TRIAL_RATES[len(trials)]
     tried = [trial.rate for trial in trials]
     best = best_trial(trials)
     if best is None or best.rate == min(tried):

@@ -23,7 +23,7 @@ from lsrdecomp.lora.files.progress import OnStep, ProgressUpdate
 from lsrdecomp.lora.measure.features import forward_with_features
 from lsrdecomp.lora.measure.teacher import feature_distance
 from lsrdecomp.lora.peft.kernels import without_autocast
-from lsrdecomp.lora.train.distill_schedule import first_rates, n_evaluations, next_trial
+from lsrdecomp.lora.train.distill_schedule import n_evaluations, next_trial
 from lsrdecomp.lora.train.distill_state import TrainingState, make_optimizer
 from lsrdecomp.lora.train.rate_trials import TRIAL_WARMUP_STEPS, RateTrial, best_trial, trial_steps
 
@@ -151,16 +151,16 @@ class Trainer:
         n_trial_steps = trial_steps(self.steps, at_least=3)
         trials: list[RateTrial[TrainingState]] = []
         passes = state.passes
-        first = first_rates(state.shares[0])
-        rate = next_trial(trials, first)
+        share = state.shares[0]
+        rate = next_trial(trials, share)
         while rate is not None and (len(trials) + 1) * n_trial_steps < self.steps:
             trials.append(self._run_trial(state, rate, n_trial_steps, passes))
             passes = trials[-1].state.passes
-            rate = next_trial(trials, first)
+            rate = next_trial(trials, share)
         best = best_trial(trials)
         if best is None:
-            known = [*(trial.rate for trial in trials), *first]
-            selected = replace(state, rate=min(known))
+            known = [*(trial.rate for trial in trials), next_trial([], share)]
+            selected = replace(state, rate=min(filter(None, known)))
         else:
             selected = best.state
             # AdamW's correction of its moments counts the steps of all trials too, since every

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, first_rates, next_trial
+from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, next_trial
 from lsrdecomp.lora.train.rate_trials import RateTrial
 
 
 def tried(loss_of_rate):
     """The rates that are tried where a rate has such a loss, of a student that keeps 91 %."""
     trials = []
-    while (rate := next_trial(trials, first_rates(0.91))) is not None:
+    while (rate := next_trial(trials, 0.91)) is not None:
         trials.append(RateTrial(rate, [loss_of_rate(rate)], None))
     return {trial.rate: trial.loss for trial in trials}
 
@@ -39,9 +39,10 @@ def test_one_rate_beyond_the_winner_is_tried_and_no_more():
 
 @pytest.mark.parametrize("share", [-0.5, 0.0, 0.9, 0.9999, 1.0])
 def test_a_student_that_lost_little_is_tried_with_small_rates(share):
-    rates = first_rates(share)
-    assert rates == sorted(rates)
-    assert 0.0 < rates[0] <= first_rates(share - 0.01)[0] <= 0.1
+    first = next_trial([], share)
+    assert 0.0 < first <= next_trial([], share - 0.01) <= 0.1
+    tried = [RateTrial(first, [1.0], None)]
+    assert next_trial(tried, share) == pytest.approx(3.0 * first)
 
 
 def test_trials_end_where_the_best_rate_runs_away():
