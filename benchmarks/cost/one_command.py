@@ -71,6 +71,7 @@ class Command:
 REVIEWS = "reviews"
 KEEP_95 = ("--keep", "0.95", "--distill", "60")
 ANSWERS_90 = ("--keep-answers", "0.9")
+ANSWERS_90_TRAINED = (*ANSWERS_90, "--distill", "60")
 COMMANDS = {
     "demo keep .8": Command(REVIEWS, ("--keep", "0.8")),
     "smollm2 keep .9": Command("e2e", ("--keep", "0.9")),
@@ -79,7 +80,10 @@ COMMANDS = {
     "smollm2 extraction keep .95 distill 60": Command("extraction", KEEP_95),
     "smollm2 keep .99 distill 100": Command("e2e", ("--keep", "0.99", "--distill", "100")),
     "smollm2 answers .9": Command("e2e", ANSWERS_90),
-    "smollm2 answers .9 distill 60": Command("e2e", (*ANSWERS_90, "--distill", "60")),
+    "smollm2 answers .9 distill 60": Command("e2e", ANSWERS_90_TRAINED),
+    "smollm2 sums answers .9 distill 60": Command("arithmetic", ANSWERS_90_TRAINED),
+    "smollm2 tickets answers .9 distill 60": Command("tickets", ANSWERS_90_TRAINED),
+    "smollm2 extraction answers .9 distill 60": Command("extraction", ANSWERS_90_TRAINED),
 }
 OTHER_BASES = {
     "gemma-3-270m keep .9": Command("e2e", ("--keep", "0.9")),
