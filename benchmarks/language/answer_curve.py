@@ -8,7 +8,7 @@ for word. LSR is found in the Fisher norm of 64 texts of ``--data``, as ``compre
 finds it; distilled, it is then trained, as by ``--distill 60``. Truncated SVD is what ``compress
 --bytes`` writes without a base: the best number of bits in each layer. The LoRA itself is stored in
 int8 and int4. Other methods leave out a part of LSR: the norm, Kronecker products, or integers.
-Rows are added as they come; a stopped run goes on.
+Rows are added as they come; a stopped run goes on. At the end one number for each curve is printed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ from typing import Any
 import torch
 
 from benchmarks import record as records
+from benchmarks.language.answer_results import (
+    DISTILLED,
+    E2E,
+    LSR,
+    STORED,
+    SVD,
+    Row,
+    mean_size_ratio,
+    rows_of_task,
+)
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.lora.base.dataset import read_examples
@@ -32,16 +42,11 @@ from lsrdecomp.lora.measure.evaluator import Evaluator
 from lsrdecomp.lora.measure.output_meter import Meter
 from lsrdecomp.lora.search.plan import CompressionPlan, Search
 
-LSR = "LSR"
-SVD = "truncated SVD"
-DISTILLED = "LSR, distilled"
 WITHOUT_NORM = "LSR without the norm"
 WITHOUT_PRODUCTS = "LSR without Kronecker products"
 WITHOUT_INTEGERS = "LSR without integers"
 ABLATED = (WITHOUT_NORM, WITHOUT_PRODUCTS, WITHOUT_INTEGERS)
 """LSR without a part: shapes in the Frobenius norm, only low rank, float16 alone."""
-STORED = {"the LoRA in int8": "int8", "the LoRA in int4": "int4"}
-"""Storages of the whole LoRA."""
 FULL_RANK = 1024
 """At least the rank of any LoRA here."""
 N_FRESH = 64
@@ -50,8 +55,6 @@ N_TEXTS = 240
 """Texts that are read for the norm; a part of them is set aside, as `compress` does."""
 STEPS = 60
 """Steps of the distillation."""
-
-Row = dict[str, Any]
 
 
 class AnswerCurve:
@@ -132,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", default="E2E", help="name of the task in the record")
+    parser.add_argument("--task", default=E2E, help="name of the task in the record")
     parser.add_argument("--base", default="smollm2")
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="texts of the task, for the norm")
@@ -152,6 +155,11 @@ def main() -> None:
         budgets = [0] if method in STORED else arguments.bytes
         for budget in budgets:
             curve.add(method, budget)
+    rows = rows_of_task(curve.record, arguments.task)
+    for method in (LSR, DISTILLED):
+        if sum(row["method"] == method for row in rows) > 1:
+            ratio = mean_size_ratio(rows, method)
+            print(f"{method}: {ratio:.2f} of the size of {SVD} at equal answers")
 
 
 if __name__ == "__main__":

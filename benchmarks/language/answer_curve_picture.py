@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import record as records
 from benchmarks.headline import OPTIONS, Headline, headline
-from benchmarks.language.answer_curve import DISTILLED, LSR, STORED, SVD
+from benchmarks.language.answer_results import DISTILLED, LSR, STORED, SVD, rows_of_task
 from lsrdecomp import plots
 from lsrdecomp.lora.measure.fidelity import wilson_interval
 from lsrdecomp.plots.pictures import (
@@ -98,7 +98,7 @@ def mark_headline(axes: Axes, told: Headline) -> None:
 
 def main(source: Path, out: Path) -> None:
     """Draw the picture of a record, with the figure of the front doors."""
-    axes = draw(records.load(source)["rows"])
+    axes = draw(rows_of_task(records.load(source)))
     mark_headline(axes, headline())
     plots.save_figure(axes, out)
 

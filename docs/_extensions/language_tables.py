@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from benchmarks.language.answer_results import rows_of_task
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -56,8 +57,8 @@ def leads(results: dict[str, Any]) -> Table:
 
 
 def whole_answers(results: dict[str, Any]) -> Table:
-    """Tabulate how many of a LoRA's whole answers each version gives, smallest first."""
-    rows = sorted(results["rows"], key=lambda row: row["bytes"])
+    """Tabulate how many of the E2E LoRA's whole answers each version gives, smallest first."""
+    rows = sorted(rows_of_task(results), key=lambda row: row["bytes"])
     lines = [
         (
             row["method"],
