@@ -21,8 +21,8 @@ from lsrdecomp.lora.files import Checkpoint, Journal, content_key
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.fidelity import Measurement, share_kept
-from lsrdecomp.lora.peft.layer import LsrLayer
 from lsrdecomp.lora.train.distillation import Distillation, distill_factors
+from lsrdecomp.lora.train.factor_rounding import FactorRounding, lsr_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -341,8 +341,9 @@ def distill_variant(
     stage_prefix : str
         Goes before the names of stages in progress updates.
     """
-    # 1. Train its factors.
+    # 1. Train its factors, rounded as they are stored.
     student = evaluator.base.with_adapter(written)
+    rounding = FactorRounding(student, written)
     stage = f"{stage_prefix}distilling, at most {steps} steps of {evaluator.batch_size} examples"
     evaluator.announce(stage)
 
@@ -354,6 +355,7 @@ def distill_variant(
         student,
         data,
         steps=steps,
+        round_factors=rounding,
         rate=rate,
         share_before=share_kept(before) if is_measured else None,
         seed=evaluator.settings.seed,
@@ -371,9 +373,7 @@ def distill_variant(
 def products_of(student: Base) -> dict[str, SeparatedProduct]:
     """Return the factors of all LSR layers of an open model, by their names in its base."""
     products = {}
-    for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
-        if not isinstance(module, LsrLayer):
-            continue
+    for name, module in lsr_layers(student):
         left = _factors(module.lsr_B["default"].factors)
         right = _factors(module.lsr_A["default"].factors)
         # Written layers have a scale of 1, so PEFT's scale is multiplied into a factor.

@@ -32,10 +32,19 @@ from lsrdecomp.formats.quantized import (
     SpectralCode,
     split_level,
 )
-from lsrdecomp.formats.stored import FloatProduct, Stored
+from lsrdecomp.formats.stored import Factors, FloatProduct, Stored
 from lsrdecomp.lora.search.layers import Layer
-from lsrdecomp.lora.search.spectral_codes import DEFAULT_GROUP, MAX_BITS, float16_scales, svd_code
+from lsrdecomp.lora.search.spectral_codes import (
+    DEFAULT_GROUP,
+    MAX_BITS,
+    float16_scales,
+    own_vectors,
+    rounded_vectors,
+    spectral_code,
+    svd_code,
+)
 from lsrdecomp.precision import PRECISIONS, numpy_dtype, round_to, type_name
+from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.target import LowRank
 
@@ -51,6 +60,8 @@ MAX_BITS_OF_SHORT_SCALES = 5
 """Largest width of codes of an LSR product whose terms have scales of one byte."""
 
 Doubles = NDArray[np.float64]
+
+CodedProduct = QuantizedProduct | SpectralCode
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -157,18 +168,25 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
 
 def coded_product(
     product: SeparatedProduct, bits: int, norms: NormWeights | None = None
-) -> QuantizedProduct | SpectralCode:
+) -> CodedProduct:
     """Find codes near a product: solved in the norm, or rounded, whichever are nearer.
 
-    Rounded ones may be nearer after training, whose numbers may be close to codes already. A
-    product of one factor on each side is a matrix of low rank: its singular vectors are coded.
+    Terms are rounded in canonical form, and as they are: a training that rounds as it goes
+    (`round_factors_like`) ends at codes already. A product of one factor on each side is a matrix
+    of low rank: its singular vectors are coded.
     """
     target = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
         return svd_code(target, [bits] * len(target.sigma))
+    as_it_is = with_short_scales(quantize(product.left, bits), quantize(product.right, bits))
     rounded = quantized_product(product, bits)
     solved = refitted_product(target, product, bits)
-    return min((rounded, solved), key=lambda coded: target.squared_error(coded.dequantized()))
+    return _nearest(target, as_it_is, rounded, solved)
+
+
+def _nearest(target: Layer, *candidates: CodedProduct) -> CodedProduct:
+    """Return the codes that are nearest to a layer in its norm."""
+    return min(candidates, key=lambda coded: target.squared_error(coded.dequantized()))
 
 
 @singledispatch
@@ -205,7 +223,69 @@ def _components_like(
     rank = len(target.sigma)
     bits = (*old.bits, *[0] * rank)
     groups = (*old.groups, *[DEFAULT_GROUP] * rank)
-    return svd_code(target, bits[:rank], groups[:rank])
+    solved = svd_code(target, bits[:rank], groups[:rank])
+    # Or the product's own columns and rows, which may be codes already.
+    vectors = own_vectors(target)
+    if len(vectors[1]) != len(old.bits):
+        return solved
+    as_it_is = spectral_code(target, vectors, old.bits, old.groups, rounds=0)
+    return _nearest(target, as_it_is, solved)
+
+
+@singledispatch
+def round_factors_like(_old: Stored, left: Factors, right: Factors) -> tuple[Factors, Factors]:
+    """Round the factors of a product one by one, as ``old`` stores them.
+
+    Terms stay in their order and factors at their size, so that each number comes back near itself.
+    Factors of floats are returned as they are.
+    """
+    return left, right
+
+
+@round_factors_like.register(QuantizedProduct)
+def _round_to_codes(
+    old: QuantizedProduct, left: Factors, right: Factors
+) -> tuple[Factors, Factors]:
+    return _rounded_side(old.left, left), _rounded_side(old.right, right)
+
+
+@round_factors_like.register(SpectralCode)
+def _round_to_components(
+    old: SpectralCode, left: Factors, right: Factors
+) -> tuple[Factors, Factors]:
+    if not old.bits:
+        return left, right
+    levels = list(zip(old.bits, old.groups, strict=True))
+    ((columns,),), ((rows,),) = left, right
+    left = (rounded_vectors(columns.T, levels).T[None],)
+    right = (rounded_vectors(rows, levels)[None],)
+    return left, right
+
+
+def _rounded_side(old: QuantizedMatrix, factors: Factors) -> Factors:
+    """Round the factors of a side to codes, and the scales of its terms with the first of them."""
+    rounded = []
+    scales = np.ones(len(factors[0]))
+    for factor in factors:
+        codes, steps = nearest_codes(factor.reshape(len(factor), -1), old.bits)
+        rounded.append((codes * steps[:, None]).reshape(factor.shape))
+        scales = scales * steps
+    ratios = safe_ratio(_stored_scales(scales, old.has_byte_scales), scales)
+    rounded[0] = rounded[0] * ratios[:, None, None]
+    return tuple(rounded)
+
+
+def _stored_scales(scales: Doubles, in_bytes: bool) -> Doubles:
+    """Return the scales of terms as a reader gets them."""
+    values: Doubles
+    if in_bytes:
+        sizes = np.abs(scales)
+        steps = np.rint(STEPS_PER_OCTAVE * np.log2(np.where(sizes > 0.0, sizes, 1.0)))
+        values = np.sign(scales) * np.exp2(steps / STEPS_PER_OCTAVE)
+    else:
+        halves, exponent = float16_scales(scales)
+        values = np.ldexp(halves.astype(np.float64), exponent)
+    return values
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:

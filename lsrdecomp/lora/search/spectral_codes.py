@@ -368,6 +368,11 @@ def spectral_code(
     return _scaled(layer, left, right, levels)[0]
 
 
+def rounded_vectors(vectors: Doubles, levels: Sequence[Level]) -> Doubles:
+    """Return vectors (r, p) as their nearest codes at these levels say them."""
+    return _nearest_vectors(vectors, levels).values
+
+
 class ComponentCodes:
     """Codes of the components of a layer's SVD at many levels, without fits to one another.
 

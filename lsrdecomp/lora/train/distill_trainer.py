@@ -28,6 +28,8 @@ from lsrdecomp.lora.train.distill_state import TrainingState, make_optimizer
 from lsrdecomp.lora.train.rate_trials import TRIAL_WARMUP_STEPS, RateTrial, best_trial, trial_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.measure.teacher import DistillationData, TeacherBatch
 
@@ -54,6 +56,8 @@ class Trainer:
         Seed of the order of the batches.
     on_step : callable, optional
         Called with a `ProgressUpdate` after each step of training.
+    round_factors : callable, optional
+        As for `distill_factors`.
 
     Attributes
     ----------
@@ -83,6 +87,7 @@ class Trainer:
         steps: int,
         seed: int,
         on_step: OnStep | None,
+        round_factors: Callable[[], None] | None = None,
     ) -> None:
         validation = data.validation
         if not validation.effect > 0.0:
@@ -94,6 +99,7 @@ class Trainer:
         self.steps = steps
         self.seed = seed
         self.on_step = on_step
+        self.round_factors = round_factors
         self.processes = PartialState()
         # 1. Keep the initial factors and their scales.
         self.factors = trainable_factors(student.model)
@@ -133,13 +139,15 @@ class Trainer:
         return state
 
     def set_parameters(self, changes: Tensor) -> None:
-        """Set the student's factors to θ₀ + rms(θ₀) · u for relative changes u."""
+        """Set the student's factors to θ₀ + rms(θ₀) · u for relative changes u, and round them."""
         parts = torch.split(changes, [value.numel() for value in self.initial])
         with torch.no_grad():
             for factor, initial, scale, change in zip(
                 self.factors, self.initial, self.scales, parts, strict=True
             ):
                 factor.copy_(initial + scale * change.view_as(initial))
+        if self.round_factors is not None:
+            self.round_factors()
 
     def select_learning_rate(self, state: TrainingState) -> TrainingState:
         """Try rates for a few steps each; return the state after the trial with the smallest loss.

@@ -7,6 +7,8 @@ added [2]_.
 .. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015.
        arXiv:1503.02531
 .. [2] A. Romero et al., FitNets: hints for thin deep nets, ICLR 2015. arXiv:1412.6550
+.. [3] Y. Bengio, N. Léonard and A. Courville, Estimating or propagating gradients through
+       stochastic neurons for conditional computation, 2013. arXiv:1308.3432
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from lsrdecomp.lora.train.distill_state import TrainingState
 from lsrdecomp.lora.train.distill_trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lsrdecomp.lora.base.base_model import Base
     from lsrdecomp.lora.files import Journal
@@ -73,6 +75,7 @@ def distill_factors(
     data: DistillationData,
     *,
     steps: int,
+    round_factors: Callable[[], None] | None = None,
     rate: float | None = None,
     share_before: float | None = None,
     seed: int = 0,
@@ -92,6 +95,10 @@ def distill_factors(
         Its batches are repeated in epochs, each in an order drawn from ``seed``.
     steps : int
         Maximum optimizer steps, including the trials of learning rates.
+    round_factors : callable, optional
+        Rounds the factors of the student in place, as they will be stored. It is called whenever
+        they were set. The loss and the share kept are then those of rounded factors, and their
+        gradient is used as that of the factors before (a straight-through estimator [3]_).
     rate : float, optional
         Peak learning rate, in relative change of a factor's numbers per step. Absent, it is the
         best one in short trials, which go on until it is bracketed.
@@ -131,7 +138,7 @@ def distill_factors(
             f"{steps} steps on {len(data.batches)} batches: there is nothing to distill with"
         )
     state_key = content_key(key, "distillation")
-    trainer = Trainer(student, data, steps, seed, on_step)
+    trainer = Trainer(student, data, steps, seed, on_step, round_factors)
     # 1. Resume an interrupted run, or begin with what the student keeps.
     saved = None if journal is None else TrainingState.load(journal, state_key, trainer.device)
     state = saved or trainer.initial_state(share_before)

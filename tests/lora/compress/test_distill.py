@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -35,12 +36,13 @@ from lsrdecomp.lora.base.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.lora.base.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.texts import split_texts  # noqa: E402
-from lsrdecomp.lora.compress import export_lora  # noqa: E402
+from lsrdecomp.lora.compress import export_lora, variants  # noqa: E402
 from lsrdecomp.lora.compress.distill_lora import distill  # noqa: E402
 from lsrdecomp.lora.compress.distill_settings import DistillSettings  # noqa: E402
+from lsrdecomp.lora.compress.rewrite import rewrite  # noqa: E402
 from lsrdecomp.lora.compress.variants import distill_variant, products_of  # noqa: E402
 from lsrdecomp.lora.files import Journal, open_checkpoint  # noqa: E402
-from lsrdecomp.lora.files.packed_index import split_tensor  # noqa: E402
+from lsrdecomp.lora.files.packed_index import split_tensor, stored_layers  # noqa: E402
 from lsrdecomp.lora.measure import evaluator as evaluate  # noqa: E402
 from lsrdecomp.lora.measure import verify  # noqa: E402
 from lsrdecomp.lora.measure.evaluator import Evaluator  # noqa: E402
@@ -121,7 +123,14 @@ def test_a_distilled_variant_keeps_its_storage_and_its_size(
         behaviour = measure(evaluator, path)
         return behaviour if path == tmp_path / "made" else replace(behaviour, kl=0.0)
 
+    trained = {}
+
+    def kept_in_mind(out, written, source, products, **options):
+        trained.update(products)
+        return rewrite(out, written, source, products, **options)
+
     monkeypatch.setattr(Evaluator, "measure", best)
+    monkeypatch.setattr(variants, "rewrite", kept_in_mind)
     lora = open_checkpoint(classifier / "lora")
     compress(lora, CompressionPlan(separation_rank=2, storage=storage)).save(tmp_path / "made")
     before = open_checkpoint(tmp_path / "made")
@@ -131,6 +140,12 @@ def test_a_distilled_variant_keeps_its_storage_and_its_size(
     assert [layer.dtype for layer in after.layers] == [layer.dtype for layer in before.layers] != []
     assert after.adapter_parameters == before.adapter_parameters
     assert verify(lora, after).passed
+    # What training left is what is written: codes were trained as codes.
+    assert set(trained) == {layer.name for layer in after.layers}
+    for name, stored in stored_layers(after).items():
+        matrix = trained[name].to_matrix()
+        error = np.linalg.norm(stored.dequantized().to_matrix() - matrix)
+        assert error <= 1e-3 * np.linalg.norm(matrix)
 
 
 def test_a_variant_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):

@@ -37,7 +37,13 @@ from lsrdecomp.lora.search.candidates import (
 )
 from lsrdecomp.lora.search.layers import Layer
 from lsrdecomp.lora.search.plan import CompressionPlan
-from lsrdecomp.lora.search.quantize import quantize, stored_product, with_short_scales
+from lsrdecomp.lora.search.quantize import (
+    quantize,
+    round_factors_like,
+    stored_like,
+    stored_product,
+    with_short_scales,
+)
 from lsrdecomp.lora.search.search import fit_budget, search_layers
 from lsrdecomp.lora.search.spectral_codes import (
     GAUSSIAN_ERROR,
@@ -342,6 +348,54 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(
     assert made.stored().storage == "int8"
     assert layer.squared_error(made.product) == found.squared_error
     assert unrotated_candidates(Layer.of("zero", LowRank(0.0 * left, right))) == []
+
+
+def _factors_near_codes(kind: str, rng: np.random.Generator):
+    """Return a stored layer, and the factors of its product moved away from the codes."""
+    if kind == "components":
+        target = Layer.of("", pair(rng))
+        stored = svd_code(target, [6, 4, 3, 2], [64, 16, 2**16, 16])
+    else:
+        stored = stored_product(JointALS().solve(pair(rng), SHAPE, (4, 5)).product, kind)
+    sides = stored.factors()
+    return stored, [
+        tuple(factor * (1.0 + 0.1 * rng.standard_normal(factor.shape)) for factor in side)
+        for side in sides
+    ]
+
+
+@pytest.mark.parametrize("kind", ["int2", "int4", "int6", "int8", "components"])
+def test_factors_are_rounded_one_by_one_and_are_codes_then(kind: str, rng) -> None:
+    stored, moved = _factors_near_codes(kind, rng)
+    rounded = round_factors_like(stored, *moved)
+    again = round_factors_like(stored, *rounded)
+    for before, once, twice in zip(*map(list, (moved, rounded, again)), strict=True):
+        for number, near, same in zip(before, once, twice, strict=True):
+            assert near.shape == number.shape
+            assert not np.allclose(near, number, rtol=1e-3)
+            assert np.linalg.norm(near - number) < 0.6 * np.linalg.norm(number)
+            np.testing.assert_allclose(same, near, rtol=1e-3, atol=1e-3 * np.abs(near).max())
+
+
+@pytest.mark.parametrize("kind", ["int2", "int4", "int6", "int8", "components"])
+def test_a_product_of_rounded_factors_is_stored_as_it_is(kind: str, rng) -> None:
+    stored, moved = _factors_near_codes(kind, rng)
+    left, right = round_factors_like(stored, *moved)
+    product = SeparatedProduct(*map(SeparatedMatrix.from_factors, (left, right)))
+    halves = rng.standard_normal((2, 48, 60))
+    norms = NormWeights(*(weight_of(half @ half.T) for half in halves))
+    again = stored_like(stored, product, norms)
+    assert again.bytes == stored.bytes
+    matrix = product.to_matrix()
+    # Up to float16's rounding of a scale.
+    error = np.linalg.norm(again.dequantized().to_matrix() - matrix) / np.linalg.norm(matrix)
+    assert error < 5e-4
+
+
+def test_floats_are_left_to_be_rounded_when_they_are_stored(product: SeparatedProduct) -> None:
+    stored = stored_product(product, "float16")
+    sides = stored.factors()
+    assert round_factors_like(stored, *sides) == sides
 
 
 def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:

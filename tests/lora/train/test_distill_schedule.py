@@ -70,7 +70,7 @@ def test_a_step_of_two_processes_has_the_loss_and_the_gradient_of_both(monkeypat
             self.factors = [torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))]
             self.initial = [self.factors[0].detach().clone()]
             self.scales = [torch.tensor(2.0)]
-            self.steps, self.on_step = 2, None
+            self.steps, self.on_step, self.round_factors = 2, None, None
 
         def _next_batch(self, _):
             return [SimpleNamespace(n_predictions=3)] * 2
