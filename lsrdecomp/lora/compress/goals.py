@@ -509,20 +509,20 @@ class AnswerGoal(ShareGoal):
         """Return the lost share of the effect at which so many answers are estimated to stay."""
         return min(1.0, (-math.log(answers) / self.slope) ** 2)
 
-    def _learn(self, variants: Iterable[CompressedVariant]) -> None:
-        """Estimate the slope from the answers of some variants."""
-        log_answers = 0.0
-        root_losses = 0.0
+    def _learn(self, variants: Iterable[CompressedVariant], *more: tuple[float, float]) -> None:
+        """Estimate the slope from the answers of some variants, and from other falls and losses.
+
+        Each of ``more`` is how far the logarithm of the share of answers fell, and the root of the
+        lost share of the effect.
+        """
+        falls = list(more)
         for variant in variants:
             examples = variant.behaviour.examples
             answers = variant.behaviour.same_answers or 0.0
-            if answers < MIN_ANSWERS:
-                continue
-            # Half an answer more and less, so that all of a few are not taken for all of many.
-            log_answers -= math.log((answers * examples + 0.5) / (examples + 1.0))
-            root_losses += math.sqrt(max(loss_of(variant), MIN_LOSS))
-        if root_losses > 0.0:
-            self.slope = log_answers / root_losses
+            if answers >= MIN_ANSWERS:
+                falls.append((_fall(answers * examples, examples), _root_loss(variant)))
+        if falls:
+            self.slope = sum(fall for fall, _ in falls) / sum(root for _, root in falls)
         self.target_share = 1.0 - self._loss_at(self.target_answers)
 
     def untrained(self) -> CompressedVariant:
@@ -570,14 +570,27 @@ class AnswerGoal(ShareGoal):
     ) -> CompressedVariant | None:
         """Return a larger variant that should keep the answers to the held-out prompts as well.
 
-        Each variant is expected to lose as many more of them as this one does. A few that are
-        missing may be chance: a larger version in place of it would be one by chance, too.
+        A few that are missing may be chance: a larger version in place of it would be one by
+        chance, too. So a version that was trained already is taken if it should keep them by all
+        that were counted, these among the others. A larger one is made for what is expected of
+        these alone, as many as this one loses.
         """
         if not held_out.is_missed:
             return None
-        answers = (held_out.n_matching + 0.5) / (held_out.answered + 1.0)
-        root_loss = math.sqrt(max(loss_of(variant), MIN_LOSS))
-        self.slope = max(self.slope, -math.log(answers) / root_loss)
+        fall = _fall(held_out.n_matching, held_out.answered)
+        root_loss = _root_loss(variant)
+        # 1. Choose among those that were trained and pruned.
+        self._learn([*self.sizes.measured.values(), *self._trained], (fall, root_loss))
+        pruned = [each for search in self._pruning_searches for each in search.tried.values()]
+        passing = [
+            each
+            for each in (*self._trained, *pruned)
+            if loss_of(each) < min(loss_of(variant), self.allowed_loss)
+        ]
+        if passing:
+            return min(passing, key=self._total_size)
+        # 2. Make a larger one.
+        self.slope = max(self.slope, fall / root_loss)
         self.target_share = 1.0 - self._loss_at(self.target_answers)
         if variant.steps:
             return self._larger_trained(variant)
@@ -590,3 +603,15 @@ class AnswerGoal(ShareGoal):
             f"version {number} of at most {MAX_MEASURED} gives {n_same} of {behaviour.examples} "
             f"answers, {100 * self.target_answers:g} % asked"
         )
+
+
+def _fall(n_matching: float, answered: int) -> float:
+    """Return how far the logarithm of the share of answers has fallen.
+
+    Half an answer more and less, so that all of a few are not taken for all of many.
+    """
+    return -math.log((n_matching + 0.5) / (answered + 1.0))
+
+
+def _root_loss(variant: CompressedVariant) -> float:
+    return math.sqrt(max(loss_of(variant), MIN_LOSS))

@@ -3,6 +3,9 @@
 The numbers θ of a factor move in units of its initial root mean square, θ = θ₀ + rms(θ₀) · u, and
 the optimizer sees the relative changes u. So one learning rate means the same relative change in
 every layer, whatever its scale and however the scale is divided among its factors.
+
+Where factors are stored as integers, the student has them rounded, and θ moves by the gradients at
+the rounded numbers.
 """
 
 from __future__ import annotations

@@ -318,6 +318,24 @@ def test_of_answers_that_were_missed_on_held_out_prompts_a_larger_version_gives_
     assert answers_of(larger, fall) == pytest.approx(0.9, abs=0.03)
 
 
+@pytest.mark.parametrize(("n_matching", "is_there"), [(53, True), (30, False)])
+def test_answers_that_were_missed_are_given_by_a_version_that_was_trained_already(
+    n_matching, is_there, monkeypatch
+):
+    """Where the counts of all versions allow it: of some thirty missing a larger one is made."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    goal = answer_goal_of(Answering([0.2, 0.8], 1.0))
+    result = goal.trained()
+    before = [each for search in goal._pruning_searches for each in search.tried.values()]
+    assert any(result is each for each in before[1:])
+    asked = {"requested_answers": 0.9, "answered": 64, "n_matching": n_matching}
+    held_out = on_harder_texts(result, 0.0, **asked)
+    assert held_out.is_missed
+    replacement = goal.replacement(result, held_out)
+    assert replacement.behaviour.kept > result.behaviour.kept
+    assert any(replacement is each for each in before) == is_there
+
+
 def test_where_no_held_out_answer_is_kept_a_larger_version_is_made(monkeypatch):
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
     goal = answer_goal_of(Answering([1.0, 1.0], 1.0))
