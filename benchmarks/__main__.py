@@ -254,7 +254,7 @@ JOBS = (
         ("answer_curve",),
         "benchmarks.language.answer_curve --lora {loras}/e2e --data {tasks}/e2e/train.jsonl "
         "--held {tasks}/e2e/held.jsonl --work {work}/answer-curve",
-        15,
+        40,
         ("peft",),
     ),
     Job("calibration", ("calibration",), "benchmarks.cost.calibration", 7, ("peft",)),

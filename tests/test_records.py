@@ -13,7 +13,7 @@ import problems
 import pytest
 
 from benchmarks.headline import OPTIONS, RECORD, ROW, headline
-from benchmarks.language.answer_results import LSR, mean_size_ratio, rows_of_task
+from benchmarks.language.answer_results import LSR, SVD, mean_size_ratio, rows_of_task
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 from lsrdecomp.cli import commands as demo_commands
 from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
@@ -344,8 +344,24 @@ def of_whole_answers():
         f"in 8 kB LSR gives {found['LSR', 8000]}, and "
         f"{found['LSR without Kronecker products', 8000]} without Kronecker products"
     )
-    assert {row["seed"] for row in curve} == {0}
-    assert {row["answered"] for row in curve} == {64}
+    sums, tickets = (rows_of_task(record("answer_curve"), task) for task in ("sums", "tickets"))
+    of_sums, of_tickets = (
+        {(row["method"], row["budget"]): row["n_matching"] for row in rows}
+        for rows in (sums, tickets)
+    )
+    small, theirs = (
+        [of_tickets[method, budget] for budget in (8000, 15_000)] for method in (LSR, SVD)
+    )
+    ratios = joined([mean_size_ratio(rows, LSR) for rows in (sums, tickets)])
+    yield (
+        f"for sums LSR gives {of_sums[LSR, 8000]} of 64 answers in 8 kB, where truncated SVD gives "
+        f"{of_sums[SVD, 30_000]} in 30 kB; for tickets {small[0]} in 8 kB and {small[1]} in 15 kB, "
+        f"where truncated SVD gives {theirs[0]} and {theirs[1]}. For as many answers it takes "
+        f"{ratios} of truncated SVD's bytes"
+    )
+    every = record("answer_curve")["rows"]
+    assert {row["seed"] for row in every} == {0}
+    assert {row["answered"] for row in every} == {64}
 
 
 def of_written_texts():

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.language.answer_results import rows_of_task
+from benchmarks.language.answer_results import LSR, STORED, SVD, rows_of_task
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -72,6 +72,24 @@ def whole_answers(results: dict[str, Any]) -> Table:
     ]
     head = ("", "bytes", "whole answers", "of what depends on the prompt", "of the effect", "nats")
     return head, lines
+
+
+def whole_answers_by_task(results: dict[str, Any]) -> Table:
+    """Tabulate how many whole answers each size of a method gives, a line a task and method."""
+    tasks = list(dict.fromkeys(row["task"] for row in results["rows"]))
+    budgets = sorted({row["budget"] for row in results["rows"] if row["method"] == LSR})
+    lines = []
+    for task in tasks:
+        rows = rows_of_task(results, task)
+        for method in (LSR, SVD):
+            found = {row["budget"]: row["n_matching"] for row in rows if row["method"] == method}
+            cells = [str(found.get(budget, "–")) for budget in budgets]
+            lines.append((task, method, *cells, ""))
+        for row in rows:
+            if row["method"] in STORED:
+                name = f"{row['method']}, {row['bytes'] / 1000:.0f} kB"
+                lines.append((task, name, *[""] * len(budgets), str(row["n_matching"])))
+    return ("task", "", *map(kilobytes, budgets), "whole"), lines
 
 
 def rates_run(results: dict[str, Any]) -> Table:
@@ -237,6 +255,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-gemma": ("rivals.json", partial(kept_by_size, task="E2E", base=GEMMA)),
     "small-adapters-leads": ("rivals.json", leads),
     "whole-answers": ("answer_curve.json", whole_answers),
+    "whole-answers-by-task": ("answer_curve.json", whole_answers_by_task),
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
