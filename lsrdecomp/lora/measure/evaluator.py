@@ -383,8 +383,9 @@ class Evaluator:
         mixed = mixed_precision(base.model)
         batches: Iterable[Batch] = self.batches(texts)
         samples = len(texts)
-        if self.source.measured_part:  # how many rows are drawn is seen when they are
+        if runs_often:  # sounds are written down by the LoRA at its full strength
             batches = list(batches)
+        if self.source.measured_part:  # how many rows are drawn is seen when they are
             samples = sum(map(examples_in, batches))
         with scaled, mixed:
             return calibrate(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.io import wavfile
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -21,6 +23,7 @@ from own_models import (  # noqa: E402
     speech_model,
 )
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
 from tiny_bases import TEXTS  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -34,7 +37,10 @@ from lsrdecomp.lora.base.divergence import Reference  # noqa: E402
 from lsrdecomp.lora.base.forward import forward  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
+from lsrdecomp.lora.base.other_bases import _read_sound  # noqa: E402
 from lsrdecomp.lora.base.texts import read_data  # noqa: E402
+from lsrdecomp.lora.base.tokens import LOSS_MASK, model_inputs  # noqa: E402
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
 
@@ -114,6 +120,94 @@ def test_a_folder_is_enough_for_images_and_sounds(tmp_path, make, data, unit):
     assert result.fidelity.unit == unit
     assert result.fidelity.data == data
     assert f"held-out {data} of {data}" in repr(result)
+
+
+def opened_speech_model(folder):
+    """Return a Whisper with its LoRA on it, and the files of its sounds."""
+    speech_model(folder)
+    base = open_base(folder / "base", folder / "lora").with_adapter(folder / "lora")
+    return base, sorted((folder / "sounds").iterdir())
+
+
+def test_a_model_of_sounds_is_measured_on_what_it_wrote_itself(tmp_path):
+    """After language and task, which Whisper is given; up to and with the end."""
+    base, files = opened_speech_model(tmp_path)
+    end = base.model.generation_config.eos_token_id
+    (batch,) = base.batches(base, files[:4], 4)
+    given = batch["decoder_input_ids"][:, :4].tolist()
+    assert given == [[1, 3, 4, 39]] * 4
+    # A sound of which little was written: its second word becomes the end.
+    second = int(batch["decoder_input_ids"][0, 5])
+    base.model.generation_config.eos_token_id = second
+    (batch,) = base.batches(base, files[:4], 4)
+    counts = batch[LOSS_MASK].sum(1)
+    assert second != end
+    assert counts[0] == 2
+    assert batch[LOSS_MASK][:, :3].sum() == 0
+    top = base.model(**model_inputs(batch)).logits.argmax(-1)
+    following = batch["decoder_input_ids"][:, 1:]
+    predicts = batch[LOSS_MASK][:, :-1].bool()
+    assert torch.equal(top[:, :-1][predicts], following[predicts])
+    assert following[0, 4] == second
+
+
+def test_sounds_are_written_down_alike_while_statistics_are_measured(tmp_path):
+    """Blocks that compute anew still have the cache that a model writes with."""
+    base, files = opened_speech_model(tmp_path)
+    before = list(base.batches(base, files, 8))
+    during = []
+
+    def batches():
+        for batch in base.batches(base, files, 8):
+            during.append(batch)
+            yield batch
+
+    calibrate(base, batches(), out=tmp_path / "s", seed=0, samples=36, effect=False)
+    assert len(during) == len(before)
+    for one, other in zip(before, during, strict=True):
+        assert torch.equal(one["decoder_input_ids"], other["decoder_input_ids"])
+
+
+def test_the_lora_writes_sounds_down_at_full_strength(tmp_path):
+    """Also those that the statistics are measured on, with part of it."""
+    speech_model(tmp_path)
+    plain = open_base(tmp_path / "base", tmp_path / "lora")
+    scales = set()
+
+    def batches(source, files, size):
+        for batch in plain.batches(source, files, size):
+            layers = [each for each in source.model.modules() if isinstance(each, LoraLayer)]
+            scales.update(layer.scaling["default"] for layer in layers)
+            yield batch
+
+    watched = replace(plain, batches=batches)
+    lsr.compress(tmp_path / "lora", base=watched, data=tmp_path / "sounds", ratio=2)
+    assert scales == {2.0}
+
+
+def test_sounds_are_run_in_the_precision_of_the_base(tmp_path):
+    speech_model(tmp_path)
+    result = lsr.compress(
+        tmp_path / "lora",
+        base=tmp_path / "base",
+        data=tmp_path / "sounds",
+        ratio=2,
+        settings=MeasuredSettings(dtype="bfloat16"),
+    )
+    assert result.fidelity.kept > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32"])
+def test_a_sound_is_as_loud_in_every_kind_of_wav(tmp_path, dtype):
+    """Eight bits are unsigned, around 128."""
+    sound = 0.5 * np.sin(np.arange(1600) / 10.0)
+    values = sound.astype(np.float32)
+    if dtype != "float32":
+        whole = np.iinfo(dtype)
+        middle = 128 if dtype == "uint8" else 0
+        values = (middle + sound * (whole.max - middle)).astype(dtype)
+    wavfile.write(tmp_path / "a.wav", 16_000, values)
+    np.testing.assert_allclose(_read_sound(tmp_path / "a.wav", 16_000), sound, atol=0.02)
 
 
 def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):
