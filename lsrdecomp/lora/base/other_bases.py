@@ -7,6 +7,7 @@ images for a classifier, sounds for a model such as Whisper, texts for an encode
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,7 +219,10 @@ class _SoundReader:
         """Return the inputs for some files, numbers in a model's precision."""
         rate = self.extractor.sampling_rate
         sounds = [_read_sound(path, rate) for path in files]
-        return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt").to(dtype))
+        # Whisper's pads all sounds to one length by itself, and must; others pad none unless asked.
+        padding = signature(self.extractor.__call__).parameters["padding"].default or True
+        options = {"sampling_rate": rate, "padding": padding, "return_tensors": "pt"}
+        return dict(self.extractor(sounds, **options).to(dtype))
 
     @staticmethod
     def new_tokens(model: Any) -> int:

@@ -12,13 +12,14 @@ from scipy.io import wavfile
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="images are read by Pillow")
 
 from own_models import (  # noqa: E402
     Network,
     image_classifier,
     own_model,
+    save_lora,
     sentence_encoder,
     speech_model,
 )
@@ -195,6 +196,37 @@ def test_sounds_are_run_in_the_precision_of_the_base(tmp_path):
         settings=MeasuredSettings(dtype="bfloat16"),
     )
     assert result.fidelity.kept > 0.5
+
+
+def test_sounds_of_other_models_are_padded_to_the_longest(tmp_path):
+    """Whisper's all have one length; those of others differ, and the mask says so."""
+    torch.manual_seed(0)
+    config = transformers.MoonshineConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=1,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+    )
+    save_lora(transformers.MoonshineForConditionalGeneration(config), tmp_path, ["q_proj"])
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    extractor.save_pretrained(tmp_path / "base")
+    files = [tmp_path / f"{length}.wav" for length in (4000, 6000)]
+    for file, length in zip(files, (4000, 6000), strict=True):
+        wavfile.write(file, 16_000, np.sin(np.arange(length) / 10.0).astype(np.float32))
+    base = open_base(tmp_path / "base", tmp_path / "lora").with_adapter(tmp_path / "lora")
+    (batch,) = base.batches(base, files, 2)
+    assert batch["attention_mask"].sum(1).tolist() == [4000, 6000]
+    # What is written begins after Moonshine's only given token.
+    predicts = batch[LOSS_MASK].bool()
+    assert predicts[:, 0].all()
+    top = base.model(**model_inputs(batch)).logits.argmax(-1)
+    following = batch["decoder_input_ids"][:, 1:]
+    assert torch.equal(top[:, :-1][predicts[:, :-1]], following[predicts[:, :-1]])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32"])
