@@ -270,7 +270,7 @@ class Evaluator:
 
     def measure_held_out(self, written: Path) -> Behaviour:
         """Compare a written variant with the LoRA on the held-out texts."""
-        self.announce("measuring what it keeps on held-out texts")
+        self.announce(f"measuring what it keeps on held-out {kind_of(self.held_out)}")
         return self.meter.compare(self.base.with_adapter(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:

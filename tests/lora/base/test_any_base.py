@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="images are read by Pillow")
 
+from console import run_command  # noqa: E402
 from own_models import (  # noqa: E402
     Network,
     image_classifier,
@@ -119,8 +120,25 @@ def test_a_folder_is_enough_for_images_and_sounds(tmp_path, make, data, unit):
     result = lsr.compress(tmp_path / "lora", base=tmp_path / "base", data=tmp_path / data, keep=0.5)
     assert result.fidelity.kept > 0.5
     assert result.fidelity.unit == unit
-    assert result.fidelity.data == data
-    assert f"held-out {data} of {data}" in repr(result)
+    assert result.fidelity.data == f"{data}/"
+    assert f"held-out {data} of {data}/" in repr(result)
+
+
+def test_a_command_calls_sounds_by_their_name(tmp_path):
+    speech_model(tmp_path)
+    base, page = tmp_path / "base", tmp_path / "page.html"
+    data = ("--data", tmp_path / "sounds")
+    goal = ("--keep", 0.9, "--out", tmp_path / "small", "--report", page)
+    done = run_command("compress", tmp_path / "lora", "--base", base, *data, *goal)
+    assert done.returncode == 0
+    printed = " ".join((done.stdout + page.read_text()).split())
+    assert "% on the same sounds." in printed
+    assert "on the sounds that select" in printed
+    assert "texts" not in done.stdout
+    done = run_command(
+        "calibrate", base, "--adapter", tmp_path / "lora", *data, "--out", tmp_path / "statistics"
+    )
+    assert "own effect on these sounds: KL" in done.stdout
 
 
 def opened_speech_model(folder):
