@@ -176,7 +176,7 @@ def _sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Bat
         yield batch | written
 
 
-class _GivenTokens(LogitsProcessor):  # type: ignore[misc]
+class _GivenTokens(LogitsProcessor):
     """Counts the tokens that a model is given before it writes: of Whisper language and task."""
 
     def __init__(self) -> None:
