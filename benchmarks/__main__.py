@@ -234,7 +234,7 @@ JOBS = (
         ("peft",),
     ),
     Job("digits", ("digits",), "benchmarks.images.digits --out {work}/digits", 3, ("peft",)),
-    Job("tones", ("tones",), "benchmarks.speech.tones --out {work}/tones", 5, ("peft",)),
+    Job("tones", ("tones",), "benchmarks.speech.tones --out {work}/tones", 2, ("peft",)),
     Job(
         "images",
         ("images",),
