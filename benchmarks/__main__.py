@@ -233,7 +233,8 @@ JOBS = (
         6,
         ("peft",),
     ),
-    Job("digits", ("digits",), "benchmarks.images.digits --out {work}/digits", 3, ("peft",)),
+    Job("digits", ("digits",), "benchmarks.images.digits --out {work}/digits", 1.5, ("peft",)),
+    Job("tones", ("tones",), "benchmarks.speech.tones --out {work}/tones", 2, ("peft",)),
     Job(
         "images",
         ("images",),

@@ -91,7 +91,7 @@ def image_classifier(folder, n_images=40):
 
 
 def speech_model(folder, n_sounds=36):
-    """Write a Whisper with a LoRA, and a folder of sounds."""
+    """Write a Whisper of several languages with a LoRA, and a folder of sounds."""
     torch.manual_seed(0)
     config = transformers.WhisperConfig(
         vocab_size=40,
@@ -114,6 +114,18 @@ def speech_model(folder, n_sounds=36):
         init_std=0.3,
     )
     model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        is_multilingual=True,
+        language="en",
+        task="transcribe",
+        lang_to_id={"<|en|>": 3},
+        task_to_id={"transcribe": 4},
+        no_timestamps_token_id=39,
+    )
     save_lora(model, folder, ["q_proj", "v_proj"])
     extractor = transformers.WhisperFeatureExtractor(chunk_length=0.5)
     extractor.nb_max_frames = 50

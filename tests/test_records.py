@@ -439,6 +439,30 @@ def of_speech():
     ours, theirs = (rows[method, 12_000, 60] for method in ("LSR", "SVD"))
     assert abs(ours["kept"] - theirs["kept"]) < ours["error"] + theirs["error"]
     yield f"In 12 kB they are level, with {short(ours['kept'], 3)} and {short(theirs['kept'], 3)}"
+    yield from of_speech_by_one_command()
+
+
+def of_speech_by_one_command():
+    tones = record("tones")
+    size = f"{tones['rows'][0]['bytes_before'] / 1000:.0f} kB"
+    yield f"--data sounds/ --keep {tones['rows'][0]['keep']} --out small/`"
+    layers = f"{tones['layers']} layers"
+    yield f"a LoRA (r = 8, {layers}, {size}) for a tape that runs a quarter too fast"
+    without, with_lora = (short(tones[name]) for name in ("right", "right_with_lora"))
+    yield f"Of 256 new sounds the base writes down {without} without a fault, the LoRA {with_lora}"
+    smaller, larger = tones["rows"]
+    assert (smaller["keep"], larger["keep"]) == (0.9, 0.99)
+    said, found = (
+        f"{short(smaller[share], 3)} ± {short(smaller[error], 3)}"
+        for share, error in (("promised", "promised_error"), ("kept", "standard_error"))
+    )
+    for row in tones["rows"]:
+        errors = row["promised_error"] + row["standard_error"]
+        assert abs(row["promised"] - row["kept"]) < 2.0 * errors
+    yield (
+        f"`--keep 0.9` says {said}, and {found} is found; {short(smaller['right'])} of "
+        f"the sounds are right then, {short(larger['right'])} at `--keep 0.99`"
+    )
 
 
 def in_small_adapters():

@@ -64,15 +64,15 @@ END = "<|endoftext|>"
 METHODS = {"LSR": Search(), "SVD": Search(orders=())}
 
 
-def dialled(draws: np.random.Generator) -> tuple[str, NDArray[np.float32]]:
-    """Four digits and the sound of them, `SECONDS` long."""
+def dialled(draws: np.random.Generator, speed: float = 1.0) -> tuple[str, NDArray[np.float32]]:
+    """Four digits and the sound of them, `SECONDS` long; tones are ``speed`` times as high."""
     digits = "".join(draws.choice(list(TONES), DIGITS))
     sound, start = np.zeros(int(RATE * SECONDS)), int(RATE * draws.uniform(0.05, 0.3))
     for digit in digits:
         length = int(RATE * draws.uniform(0.12, 0.25))
         seconds = np.arange(length) / RATE
         tones = [
-            np.sin(2 * np.pi * each * seconds + draws.uniform(0, 2 * np.pi))
+            np.sin(2 * np.pi * speed * each * seconds + draws.uniform(0, 2 * np.pi))
             for each in TONES[digit]
         ]
         sound[start : start + length] += draws.uniform(0.3, 1.0) * sum(tones)

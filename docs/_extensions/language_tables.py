@@ -176,6 +176,29 @@ def dialled(results: dict[str, Any]) -> Table:
     return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines
 
 
+def tones(results: dict[str, Any]) -> Table:
+    """Tabulate what one command keeps of a speech model's LoRA, and what it writes down right."""
+    lora = results["rows"][0]["bytes_before"]
+    lines = [
+        ("no adapter", "", "", "", f"{100 * results['right']:.0f} %"),
+        ("the LoRA", f"{lora:,}", "", "", f"{100 * results['right_with_lora']:.0f} %"),
+    ]
+    for row in results["rows"]:
+        said, found = (
+            f"{row[name]:.3f} ± {row[error]:.3f}"
+            for name, error in (("promised", "promised_error"), ("kept", "standard_error"))
+        )
+        right = f"{100 * row['right']:.0f} %"
+        lines.append((f"`--keep {row['keep']}`", f"{row['bytes']:,}", said, found, right))
+    return (
+        "",
+        "bytes",
+        "said by `compress`",
+        "found on unseen sounds",
+        "written down right",
+    ), lines
+
+
 def by_model(results: dict[str, Any]) -> Table:
     """Tabulate what each structure keeps of each model's LoRA as compressed, by ratio."""
     ratios = sorted({row["ratio"] for row in results["rows"]}, reverse=True)
@@ -259,6 +282,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
+    "tones": ("tones.json", tones),
     "by-model": ("by_model.json", by_model),
     "what-is-left": ("wrecks.json", what_is_left),
     "written-texts": ("written_texts.json", written_texts),

@@ -89,6 +89,7 @@ def calibrate(
         from lsrdecomp.lora.base.dataset import PromptExample
         from lsrdecomp.lora.base.open_bases import load_base
         from lsrdecomp.lora.base.text_profile import TextProfile
+        from lsrdecomp.lora.base.texts import kind_of
         from lsrdecomp.lora.files import Journal
     with tables.quiet():
         base_model = load_base(
@@ -117,14 +118,17 @@ def calibrate(
             text_profile=TextProfile.of(texts) if texts else None,
             on_step=show,
         )
-    _report(statistics, base_model, out)
+    _report(statistics, base_model, out, kind_of(examples))
     kind = questions.kind(base_model)
     if kind is not None:
         typer.echo(f"The examples are {kind}.")
 
 
-def _report(statistics: Statistics, base: Base, out: Path) -> None:
-    """Say what was written, what is doubtful of it, and what the adapter does to these texts."""
+def _report(statistics: Statistics, base: Base, out: Path, kind: str) -> None:
+    """Say what was written, what is doubtful of it, and what the adapter does to these texts.
+
+    ``kind`` is what the examples are called.
+    """
     from lsrdecomp.lora.base.heads import TOKEN_HEADS
 
     about = statistics.metadata
@@ -135,4 +139,4 @@ def _report(statistics: Statistics, base: Base, out: Path) -> None:
     effect = about["settings"]["effect"]
     if effect is not None:
         unit = "token" if base.head in TOKEN_HEADS else "example"
-        typer.echo(f"The adapter's own effect on these texts: KL {effect:.4g} nats per {unit}.")
+        typer.echo(f"The adapter's own effect on these {kind}: KL {effect:.4g} nats per {unit}.")

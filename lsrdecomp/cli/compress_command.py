@@ -362,6 +362,7 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
     """Yield what was measured on a base, if anything was."""
     if result.fidelity is None:
         return
+    kind = result.fidelity.kind
     subject = "It"
     if len(result.tried) > 1:
         subject = f"{_tried(result.tried)} It"
@@ -372,10 +373,9 @@ def _measured_sentences(result: Compression) -> Iterator[str]:
         svd = result.truncated_svd
         yield (
             f"Quantized truncated SVD of {size_text(svd.bytes)} keeps {100 * svd.kept:.1f} % on "
-            "the same texts."
+            f"the same {kind}."
         )
     if result.fidelity.written is None:
-        kind = result.fidelity.kind
         yield f"The share is an estimate for {kind} like these; of others less may be kept."
     else:
         yield (

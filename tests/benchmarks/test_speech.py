@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import WhisperConfig, WhisperForConditionalGeneration  # noqa: E402
 
+from benchmarks.speech import tones  # noqa: E402
 from benchmarks.speech.dialled import RATE, TONES, dialled  # noqa: E402
 from benchmarks.speech.whisper import open_whisper  # noqa: E402
+from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
+from lsrdecomp.lora.base.tokens import LOSS_MASK  # noqa: E402
 
 
 def as_ctranslate2(model):
@@ -98,11 +103,12 @@ def test_whisper_out_of_its_parts_answers_as_before(tmp_path):
     assert open_whisper(files, seconds=1.0)(**asked).logits.shape == (1, 3, 70)
 
 
-def test_digits_sound_as_on_a_telephone():
-    digits, sound = dialled(np.random.default_rng(0))
+@pytest.mark.parametrize("speed", [1.0, 1.25])
+def test_digits_sound_as_on_a_telephone(speed):
+    digits, sound = dialled(np.random.default_rng(0), speed)
     power = np.abs(np.fft.rfft(sound))
     near = {
-        hertz: power[round(hertz * len(sound) / RATE)]
+        hertz: power[round(speed * hertz * len(sound) / RATE)]
         for tones in TONES.values()
         for hertz in tones
     }
@@ -110,6 +116,50 @@ def test_digits_sound_as_on_a_telephone():
     assert min(near[hertz] for hertz in heard) > 3 * max(
         [0.0, *(near[hertz] for hertz in set(near) - heard)]
     )
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Return a small Whisper that has learnt nothing, as `tones` writes it, and its folder."""
+    folder = tmp_path_factory.mktemp("tones")
+    torch.manual_seed(0)
+    model = tones.new_model()
+    model.save_pretrained(folder / "whisper")
+    tones.new_extractor().save_pretrained(folder / "whisper")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(model, lora).save_pretrained(folder / "lora")
+    return open_base(folder / "whisper", folder / "lora"), folder
+
+
+def test_a_file_is_heard_as_in_training_and_answered_after_the_same_prompt(opened):
+    base, folder = opened
+    features, tokens = tones.heard(base.tokenizer.extractor, 3, 1.25, seed=5)
+    files = tones.write_sounds(folder / "sounds", 3, 1.25, seed=5)
+    (batch,) = base.batches(base, list(files), 3)
+    torch.testing.assert_close(batch["input_features"], features)
+    prompt = len(tones.PROMPT)
+    assert torch.equal(batch["decoder_input_ids"][:, :prompt], tokens[:, :prompt])
+    digits = ["".join(map(str, row[prompt:-1])) for row in tokens.tolist()]
+    assert digits == list(files.values())
+
+
+def test_a_sound_is_written_down_right_if_all_digits_are_and_no_more(opened):
+    base, folder = opened
+    answers = ([1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5])
+
+    def batches(_base, _files, _size):
+        rows = torch.full((3, len(tones.PROMPT) + 5), tones.END)
+        mask = torch.zeros_like(rows)
+        for row, predicts, digits in zip(rows, mask, answers, strict=True):
+            row[: len(tones.PROMPT) + len(digits)] = torch.tensor([*tones.PROMPT, *digits])
+            predicts[len(tones.PROMPT) - 1 : len(tones.PROMPT) + len(digits)] = 1
+        yield {"decoder_input_ids": rows, LOSS_MASK: mask}
+
+    files = tones.write_sounds(folder / "sounds", 3, 1.25, seed=5)
+    answered = replace(base, batches=batches)
+    assert tones.right(answered, dict.fromkeys(files, "1234")) == pytest.approx(1 / 3)
+    assert tones.right(answered, dict.fromkeys(files, "123")) == pytest.approx(1 / 3)
+    assert tones.right(answered, dict.fromkeys(files, "12")) == 0.0
 
 
 LAYERS = {"layers": 1, "attention_heads": 1, "ffn_dim": 256}

@@ -141,6 +141,8 @@ def _recomputing_forward(forward: Callable[..., Any], is_watched: bool) -> Calla
     """
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # nothing is kept anyway; a model that writes reads a cache
+            return forward(*args, **kwargs)
         # 1. torch's checkpoint takes positional arguments only: put all arguments in one list. A
         #    cache is left out: the second pass would write to it again, and nothing here reads it.
         names = list(kwargs)
@@ -155,7 +157,7 @@ def _recomputing_forward(forward: Callable[..., Any], is_watched: bool) -> Calla
 
         # 2. Where no gradient passes, nothing is kept anyway.
         needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in values)
-        if not torch.is_grad_enabled() or not (needs_gradient or is_watched):
+        if not (needs_gradient or is_watched):
             return call_forward(*values)
         # 3. A reentrant checkpoint runs backward only if an argument needs a gradient. Where
         #    gradients begin inside the block, let its first floating-point argument need one.

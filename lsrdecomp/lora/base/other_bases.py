@@ -7,6 +7,7 @@ images for a classifier, sounds for a model such as Whisper, texts for an encode
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from transformers import (
     AutoModel,
     AutoModelForImageClassification,
     AutoModelForSpeechSeq2Seq,
+    LogitsProcessor,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
@@ -35,8 +37,8 @@ from lsrdecomp.gateway import open_pretrained
 from lsrdecomp.lora.base.base_files import open_tokenizer, reachable_base
 from lsrdecomp.lora.base.base_model import LOADERS, Base, head_options
 from lsrdecomp.lora.base.dataset import DataError
-from lsrdecomp.lora.base.heads import IGNORED_LABEL, Batch, Head
-from lsrdecomp.lora.base.tokens import model_inputs
+from lsrdecomp.lora.base.heads import Batch, Head
+from lsrdecomp.lora.base.tokens import LOSS_MASK, model_inputs
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.format import CONFIG
 from lsrdecomp.lora.files.tensors import first_line
@@ -87,6 +89,8 @@ def open_other(
     options: dict[str, Any] = {"dtype": dtype}
     if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         model = open_part(AutoModelForSpeechSeq2Seq, **options)
+        # Whisper then returns all tokens, also those that it was given and the end.
+        model.generation_config.force_unique_generate_call = True
         reader = _SoundReader(open_part(AutoFeatureExtractor))
         return Base(str(base), model.to(device), reader, Head.seq2seq, batches=_sound_batches)
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
@@ -152,26 +156,49 @@ def _image_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Bat
 def _sound_batches(base: Base, items: Sequence[Item], size: int) -> Iterator[Batch]:
     """Yield batches of the sounds in some files, with what the model writes down of them.
 
-    A label is predicted at each of these tokens, so that no transcripts are needed.
+    The tokens that it writes are those to be predicted, so that no transcripts are needed.
     """
-    device = next(base.model.parameters()).device
+    model: Any = base.model
+    weight = next(model.parameters())
     for start in range(0, len(items), size):
-        batch = base.tokenizer(_files(items[start : start + size], "sounds"))
-        inputs = {name: value.to(device) for name, value in batch.items()}
+        batch = base.tokenizer(_files(items[start : start + size], "sounds"), weight.dtype)
+        inputs = {name: value.to(weight.device) for name, value in batch.items()}
+        given = _GivenTokens()
         with torch.no_grad():
-            tokens = base.model.generate(  # type: ignore[operator]
-                **inputs, max_new_tokens=base.tokenizer.new_tokens(base.model), do_sample=False
+            tokens = model.generate(
+                **inputs,
+                logits_processor=[given],
+                max_new_tokens=base.tokenizer.new_tokens(model),
+                max_length=None,
+                do_sample=False,
             )
-        yield batch | {"labels": _labels(tokens.cpu(), base.model.config)}
+        written = _written_down(tokens.cpu(), given.count, model.generation_config.eos_token_id)
+        yield batch | written
 
 
-def _labels(tokens: Tensor, config: Any) -> Tensor:
-    """Return generated tokens as labels: without the start, up to the first end of each."""
-    if int(tokens[0, 0]) == config.decoder_start_token_id:
-        tokens = tokens[:, 1:]
-    is_end = tokens == config.eos_token_id
+class _GivenTokens(LogitsProcessor):
+    """Counts the tokens that a model is given before it writes: of Whisper language and task."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores as they are; the first call has the tokens that were given alone."""
+        self.count = self.count or input_ids.shape[1]
+        return scores
+
+
+def _written_down(tokens: Tensor, n_given: int, end: int | list[int] | None) -> dict[str, Tensor]:
+    """Return a decoder's inputs, with a mask of those that predict what was written.
+
+    That is every token after those that were given, up to the first end of each row.
+    """
+    ends = [] if end is None else end
+    is_end = torch.isin(tokens[:, n_given:], torch.as_tensor(ends))
     ended_before = is_end.cumsum(1) - is_end.long() > 0
-    return tokens.masked_fill(ended_before, IGNORED_LABEL)
+    predicts = torch.zeros_like(tokens)
+    predicts[:, n_given - 1 : -1] = ~ended_before
+    return {"decoder_input_ids": tokens[:, :-1], LOSS_MASK: predicts[:, :-1]}
 
 
 def _files(items: Sequence[Item], what: str) -> list[Path]:
@@ -188,11 +215,14 @@ class _SoundReader:
     def __init__(self, extractor: Any) -> None:
         self.extractor = extractor
 
-    def __call__(self, files: Sequence[Path]) -> dict[str, Tensor]:
-        """Return the inputs for some files."""
+    def __call__(self, files: Sequence[Path], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the inputs for some files, numbers in a model's precision."""
         rate = self.extractor.sampling_rate
         sounds = [_read_sound(path, rate) for path in files]
-        return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
+        # Whisper's pads all sounds to one length by itself, and must; others pad none unless asked.
+        padding = signature(self.extractor.__call__).parameters["padding"].default or True
+        options = {"sampling_rate": rate, "padding": padding, "return_tensors": "pt"}
+        return dict(self.extractor(sounds, **options).to(dtype))
 
     @staticmethod
     def new_tokens(model: Any) -> int:
@@ -213,8 +243,11 @@ def _read_sound(path: Path, rate: int) -> np.ndarray[Any, Any]:
         own_rate, sound = wavfile.read(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {first_line(error)}; sounds are read from WAV files") from error
-    largest = np.iinfo(sound.dtype).max if sound.dtype.kind == "i" else 1.0
-    values = sound.astype(np.float32) / largest
+    values = sound.astype(np.float32)
+    if sound.dtype == np.uint8:  # the only one without a sign
+        values = values / 128.0 - 1.0
+    elif sound.dtype.kind == "i":
+        values /= np.iinfo(sound.dtype).max
     if values.ndim > 1:
         values = values.mean(1)
     if own_rate != rate:

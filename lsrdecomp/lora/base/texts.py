@@ -198,11 +198,12 @@ def kind_of(items: Sequence[Item]) -> str:
 
 
 def data_name(data: str | Path | Texts | None) -> str:
-    """Return the name of the texts in a sentence: of their file, or their number."""
+    """Return the name of the texts in a sentence: of their file or folder, or their number."""
     if data is None:
         return "images drawn without a prompt"
     if isinstance(data, str | Path):
-        return Path(data).name
+        path = Path(data)
+        return f"{path.name}/" if path.is_dir() else path.name
     if not isinstance(data, Sequence):
         return "the given data"
     return f"{len(data):,} {'batches' if any(map(_holds_tensors, data)) else 'texts'}"

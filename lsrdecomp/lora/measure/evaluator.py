@@ -270,7 +270,7 @@ class Evaluator:
 
     def measure_held_out(self, written: Path) -> Behaviour:
         """Compare a written variant with the LoRA on the held-out texts."""
-        self.announce("measuring what it keeps on held-out texts")
+        self.announce(f"measuring what it keeps on held-out {kind_of(self.held_out)}")
         return self.meter.compare(self.base.with_adapter(written))
 
     def compare_answers(self, written: Path, limit: int = 32) -> list[AnswerPair]:
@@ -383,8 +383,9 @@ class Evaluator:
         mixed = mixed_precision(base.model)
         batches: Iterable[Batch] = self.batches(texts)
         samples = len(texts)
-        if self.source.measured_part:  # how many rows are drawn is seen when they are
+        if runs_often:  # sounds are written down by the LoRA at its full strength
             batches = list(batches)
+        if self.source.measured_part:  # how many rows are drawn is seen when they are
             samples = sum(map(examples_in, batches))
         with scaled, mixed:
             return calibrate(

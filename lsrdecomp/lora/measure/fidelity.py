@@ -261,7 +261,7 @@ class Fidelity(Behaviour):
         if self.written is not None:
             yield bias_text(self.written)
         if self.held_out_measurements > 1:
-            yield f"{self.held_out_measurements} versions were measured on these texts"
+            yield f"{self.held_out_measurements} versions were measured on these {self.kind}"
         if self.distilled:
             yield f"distilled for {self.distilled} steps"
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.io import wavfile
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="images are read by Pillow")
 
+from console import run_command  # noqa: E402
 from own_models import (  # noqa: E402
     Network,
     image_classifier,
     own_model,
+    save_lora,
     sentence_encoder,
     speech_model,
 )
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
 from tiny_bases import TEXTS  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -34,7 +39,10 @@ from lsrdecomp.lora.base.divergence import Reference  # noqa: E402
 from lsrdecomp.lora.base.forward import forward  # noqa: E402
 from lsrdecomp.lora.base.heads import Head  # noqa: E402
 from lsrdecomp.lora.base.open_bases import open_base  # noqa: E402
+from lsrdecomp.lora.base.other_bases import _read_sound  # noqa: E402
 from lsrdecomp.lora.base.texts import read_data  # noqa: E402
+from lsrdecomp.lora.base.tokens import LOSS_MASK, model_inputs  # noqa: E402
+from lsrdecomp.lora.search.measured_settings import MeasuredSettings  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
 
@@ -112,8 +120,144 @@ def test_a_folder_is_enough_for_images_and_sounds(tmp_path, make, data, unit):
     result = lsr.compress(tmp_path / "lora", base=tmp_path / "base", data=tmp_path / data, keep=0.5)
     assert result.fidelity.kept > 0.5
     assert result.fidelity.unit == unit
-    assert result.fidelity.data == data
-    assert f"held-out {data} of {data}" in repr(result)
+    assert result.fidelity.data == f"{data}/"
+    assert f"held-out {data} of {data}/" in repr(result)
+
+
+def test_a_command_calls_sounds_by_their_name(tmp_path):
+    speech_model(tmp_path)
+    base, page = tmp_path / "base", tmp_path / "page.html"
+    data = ("--data", tmp_path / "sounds")
+    goal = ("--keep", 0.9, "--out", tmp_path / "small", "--report", page)
+    done = run_command("compress", tmp_path / "lora", "--base", base, *data, *goal)
+    assert done.returncode == 0
+    printed = " ".join((done.stdout + page.read_text()).split())
+    assert "% on the same sounds." in printed
+    assert "on the sounds that select" in printed
+    assert "texts" not in done.stdout
+    done = run_command(
+        "calibrate", base, "--adapter", tmp_path / "lora", *data, "--out", tmp_path / "statistics"
+    )
+    assert "own effect on these sounds: KL" in done.stdout
+
+
+def opened_speech_model(folder):
+    """Return a Whisper with its LoRA on it, and the files of its sounds."""
+    speech_model(folder)
+    base = open_base(folder / "base", folder / "lora").with_adapter(folder / "lora")
+    return base, sorted((folder / "sounds").iterdir())
+
+
+def test_a_model_of_sounds_is_measured_on_what_it_wrote_itself(tmp_path):
+    """After language and task, which Whisper is given; up to and with the end."""
+    base, files = opened_speech_model(tmp_path)
+    end = base.model.generation_config.eos_token_id
+    (batch,) = base.batches(base, files[:4], 4)
+    given = batch["decoder_input_ids"][:, :4].tolist()
+    assert given == [[1, 3, 4, 39]] * 4
+    # A sound of which little was written: its second word becomes the end.
+    second = int(batch["decoder_input_ids"][0, 5])
+    base.model.generation_config.eos_token_id = second
+    (batch,) = base.batches(base, files[:4], 4)
+    counts = batch[LOSS_MASK].sum(1)
+    assert second != end
+    assert counts[0] == 2
+    assert batch[LOSS_MASK][:, :3].sum() == 0
+    top = base.model(**model_inputs(batch)).logits.argmax(-1)
+    following = batch["decoder_input_ids"][:, 1:]
+    predicts = batch[LOSS_MASK][:, :-1].bool()
+    assert torch.equal(top[:, :-1][predicts], following[predicts])
+    assert following[0, 4] == second
+
+
+def test_sounds_are_written_down_alike_while_statistics_are_measured(tmp_path):
+    """Blocks that compute anew still have the cache that a model writes with."""
+    base, files = opened_speech_model(tmp_path)
+    before = list(base.batches(base, files, 8))
+    during = []
+
+    def batches():
+        for batch in base.batches(base, files, 8):
+            during.append(batch)
+            yield batch
+
+    calibrate(base, batches(), out=tmp_path / "s", seed=0, samples=36, effect=False)
+    assert len(during) == len(before)
+    for one, other in zip(before, during, strict=True):
+        assert torch.equal(one["decoder_input_ids"], other["decoder_input_ids"])
+
+
+def test_the_lora_writes_sounds_down_at_full_strength(tmp_path):
+    """Also those that the statistics are measured on, with part of it."""
+    speech_model(tmp_path)
+    plain = open_base(tmp_path / "base", tmp_path / "lora")
+    scales = set()
+
+    def batches(source, files, size):
+        for batch in plain.batches(source, files, size):
+            layers = [each for each in source.model.modules() if isinstance(each, LoraLayer)]
+            scales.update(layer.scaling["default"] for layer in layers)
+            yield batch
+
+    watched = replace(plain, batches=batches)
+    lsr.compress(tmp_path / "lora", base=watched, data=tmp_path / "sounds", ratio=2)
+    assert scales == {2.0}
+
+
+def test_sounds_are_run_in_the_precision_of_the_base(tmp_path):
+    speech_model(tmp_path)
+    result = lsr.compress(
+        tmp_path / "lora",
+        base=tmp_path / "base",
+        data=tmp_path / "sounds",
+        ratio=2,
+        settings=MeasuredSettings(dtype="bfloat16"),
+    )
+    assert result.fidelity.kept > 0.5
+
+
+def test_sounds_of_other_models_are_padded_to_the_longest(tmp_path):
+    """Whisper's all have one length; those of others differ, and the mask says so."""
+    torch.manual_seed(0)
+    config = transformers.MoonshineConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=1,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+    )
+    save_lora(transformers.MoonshineForConditionalGeneration(config), tmp_path, ["q_proj"])
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    extractor.save_pretrained(tmp_path / "base")
+    files = [tmp_path / f"{length}.wav" for length in (4000, 6000)]
+    for file, length in zip(files, (4000, 6000), strict=True):
+        wavfile.write(file, 16_000, np.sin(np.arange(length) / 10.0).astype(np.float32))
+    base = open_base(tmp_path / "base", tmp_path / "lora").with_adapter(tmp_path / "lora")
+    (batch,) = base.batches(base, files, 2)
+    assert batch["attention_mask"].sum(1).tolist() == [4000, 6000]
+    # What is written begins after Moonshine's only given token.
+    predicts = batch[LOSS_MASK].bool()
+    assert predicts[:, 0].all()
+    top = base.model(**model_inputs(batch)).logits.argmax(-1)
+    following = batch["decoder_input_ids"][:, 1:]
+    assert torch.equal(top[:, :-1][predicts[:, :-1]], following[predicts[:, :-1]])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32"])
+def test_a_sound_is_as_loud_in_every_kind_of_wav(tmp_path, dtype):
+    """Eight bits are unsigned, around 128."""
+    sound = 0.5 * np.sin(np.arange(1600) / 10.0)
+    values = sound.astype(np.float32)
+    if dtype != "float32":
+        whole = np.iinfo(dtype)
+        middle = 128 if dtype == "uint8" else 0
+        values = (middle + sound * (whole.max - middle)).astype(dtype)
+    wavfile.write(tmp_path / "a.wav", 16_000, values)
+    np.testing.assert_allclose(_read_sound(tmp_path / "a.wav", 16_000), sound, atol=0.02)
 
 
 def test_an_encoder_of_sentences_is_measured_by_its_embeddings(tmp_path):
