@@ -150,6 +150,7 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
     outcomes = {o.name: o for o in run_fleet(fleet, tmp_path / "out", PLAN, runner=fragile)}
     assert groups == [9, 1, 1]
     assert (outcomes["team2/adapter2"].state, outcomes["team2/adapter2"].attempts) == ("done", 2)
+    assert (outcomes["team0/adapter0"].state, outcomes["team0/adapter0"].attempts) == ("done", 1)
     assert (outcomes["team1/adapter1"].state, outcomes["team1/adapter1"].message) == (
         "failed",
         "its worker died: killed",
