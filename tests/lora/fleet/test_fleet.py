@@ -520,6 +520,13 @@ def test_single_files_are_adapters_of_a_fleet_and_parts_of_models_are_not(tmp_pa
     assert open_checkpoint(tmp_path / "out" / "styles" / "ink").format == "lsr"
 
 
+def test_a_lora_of_llama_cpp_is_an_adapter_of_a_fleet_and_a_model_is_not(tmp_path):
+    (tmp_path / "styles").mkdir()
+    for name, words in {"ink": b"adapter.type", "model": b"general.type"}.items():
+        (tmp_path / "styles" / f"{name}.gguf").write_bytes(b"GGUF\x03\0\0\0" + words)
+    assert find_adapters(tmp_path) == ["styles/ink.gguf"]
+
+
 def layouts(folder):
     """An adapter of each kind of place that `compress` reads, and three that it refuses."""
     rng = np.random.default_rng(2)
