@@ -573,8 +573,6 @@ def recompress(
             f"recompress takes a sum of Kronecker products, not {type(matrix).__name__}; "
             "an array is decomposed by decompose(matrix, shape, rtol=...)"
         )
-    if matrix.separation_rank == 0:
-        return matrix
     if matrix.order != 2 or solver is not None:
         target = Separated(matrix)
         return decompose(

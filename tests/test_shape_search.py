@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, decompose
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, ConvergenceError
 from lsrdecomp.kronecker.shape import kronecker_shapes
 from lsrdecomp.shape_search import best_shape
 from lsrdecomp.targets.target import Dense
@@ -164,6 +164,16 @@ def test_a_budget_searches_for_the_fewest_bytes(name):
     others = [decompose(matrix, choice.shape, budget=budget) for choice in shapes[:3]]
     assert found.stored.bytes == min(other.stored.bytes for other in others)
     assert found.stored.bytes < decompose(matrix, budget=budget).stored.bytes or name == "kernel"
+    assert found.bytes == found.stored.bytes
+
+
+def test_a_budget_that_no_shape_keeps_is_missed_in_the_shape_of_fewest_parameters():
+    matrix, budget = PROBLEMS["kernel"], ErrorBudget(rtol=1e-6, storage="int4")
+    with pytest.raises(ConvergenceError) as missed:
+        decompose(matrix, "search", budget=budget, throw=True)
+    record = missed.value.record
+    assert record.stored is None
+    assert record.kronecker_shape == best_shape(matrix, rtol=1e-6).best.shape
 
 
 def test_a_search_prints_its_choice_and_what_it_was_compared_with():

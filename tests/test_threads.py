@@ -46,7 +46,7 @@ def two_threads():
     assert scipy.linalg.lapack  # a BLAS of its own
     before = [(library, library.threads) for library in blas_libraries()]
     for library, _ in before:
-        library.set_threads(2)
+        library.controller.set_num_threads(2)
     threads._let_others_set(blas_libraries())
     if counts() != {2}:
         pytest.skip("this BLAS does not take a number of threads")

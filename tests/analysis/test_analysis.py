@@ -129,6 +129,9 @@ def test_the_gaussian_limit_reaches_from_nothing_kept_to_rounding():
     coarse = gaussian_limit([pair], decades=2, points_per_decade=3)
     assert len(coarse.bytes) < 8
     assert coarse.relative_errors[-1] > 0.05
+    # Near rounding, one bit more costs a quarter of the squared error, and so does its price
+    fine = gaussian_limit([pair], decades=12, points_per_decade=5).relative_errors
+    assert (fine[-6] / fine[-1]) ** 2 == pytest.approx(10.0, rel=1e-4)
 
 
 def test_a_layer_of_zeros_has_a_limit_at_zero():

@@ -131,6 +131,8 @@ def test_a_verb_prints_a_table_that_fits(verb, written, capsys, monkeypatch):
         done = CliRunner().invoke(app, command(verb, written))
     assert done.exit_code == 0, done.output
     (sheet,) = (part for part in shown if isinstance(part, Sheet))
+    leaving = [column.rank for column in sheet.columns if column.rank]
+    assert len(leaving) == len(set(leaving)), "two columns of one rank: which leaves first?"
     whole = printed(sheet, ALL, capsys, monkeypatch)
     for width in WIDTHS:
         check(printed(sheet, width, capsys, monkeypatch), whole, width, VERBS[verb])

@@ -206,10 +206,10 @@ def test_several_formats_take_no_more_than_any_single_one():
         )
 
 
-def test_the_allocation_is_as_cheap_as_trying_everything(rng):
+@pytest.mark.parametrize("budget", [0.05, 0.7])  # the second is above half of all that there is
+def test_the_allocation_is_as_cheap_as_trying_everything(budget, rng):
     weights, squares = 0.4 ** np.arange(3.0), 10.0 ** -rng.uniform(1, 6, (3, 2, 3))
     sizes = np.array([[40, 20, 10], [80, 40, 20]])
-    budget = 0.05
     every = [None, *((a, b) for a in range(3) for b in range(3))]
     costs = []
     for choice in [(x, y, z) for x in every for y in every for z in every]:

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse.linalg
 from hypothesis import given
 
-from lsrdecomp.decompose import recompress
+from lsrdecomp.decompose import decompose, recompress
 from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.kronecker.cp import from_cp, to_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -105,6 +105,16 @@ def test_recompression_to_a_rank_is_the_best_of_that_rank():
     best = recompress(a, rank=3)
     tail = np.linalg.norm(np.asarray(a.canonical().weights)[3:])
     assert np.isclose((a - best).norm, tail, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [SQUARE, THREE])
+def test_a_record_of_no_terms_or_of_one_is_recompressed_to_a_matrix(shape):
+    for terms in (0, 1):
+        record = decompose(terms * random_matrix(shape, 1).to_matrix(), shape, rtol=0.1)
+        for goal in ({"rank": 1}, {"rtol": 0.1}):
+            small = recompress(record, **goal)
+            assert type(small) is SeparatedMatrix
+            assert small.separation_rank == terms
 
 
 def test_a_sum_operator_of_many_factors_is_recompressed_without_being_formed():

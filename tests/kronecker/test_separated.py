@@ -134,6 +134,8 @@ def test_extreme_scales_neither_overflow_nor_vanish(scale):
 def test_factors_that_are_not_finite_or_do_not_fit_are_refused():
     with pytest.raises(PrecisionError, match="factor 2"):
         SeparatedMatrix.from_factors((np.ones((1, 2, 2)), np.full((1, 2, 2), np.nan)))
+    with pytest.raises(ShapeError, match="factor 1 has 2 terms, but factor 2 has 3"):
+        SeparatedMatrix.from_factors((np.ones((2, 2, 2)), np.ones((3, 2, 2))))
     with pytest.raises(ShapeError, match="weights"):
         SeparatedMatrix(np.ones(2), (np.ones((1, 2, 2)),))
     with pytest.raises(ShapeError, match="cannot add"):

@@ -73,6 +73,10 @@ def test_a_shape_that_does_not_tile_says_what_would():
         ShapeError, match=r"w: 7 x 110 = 770 rows, but the matrix has 768\.\n.*1, 2, 3, 4, 6, 8, 12"
     ):
         KroneckerShape(((7, 2), (110, 2))).check((768, 4), "w")
+    with pytest.raises(
+        ShapeError, match=r"w: 2 x 3 = 6 columns, but the matrix has 4\.\n.*1, 2, 4"
+    ):
+        KroneckerShape(((7, 2), (110, 3))).check((770, 4), "w")
 
 
 def test_sides_of_a_product_shape_must_agree_in_order():

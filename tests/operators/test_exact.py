@@ -109,6 +109,7 @@ def test_hermitian_eigenvalues(case):
     a, dense, kind = case
     values, vectors = ops.eigh(a)
     near(np.sort(values), np.linalg.eigvalsh(dense), kind)
+    near(ops.eigenvalues(a), np.linalg.eigvalsh(dense), kind)
     near((vectors.to_matrix() * values) @ vectors.mH.to_matrix(), dense, kind, 2)
 
 

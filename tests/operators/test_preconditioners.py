@@ -17,6 +17,7 @@ from lsrdecomp import operators as ops
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.targets.row_stream import RowStream
 from lsrdecomp.testing import kronecker_shapes
 
 
@@ -150,6 +151,19 @@ def test_inputs_of_every_kind_give_one_answer(rng):
         )
     with pytest.raises(MatrixError, match="zero"):
         ops.nearest_kronecker(np.zeros((12, 12)), shape)
+
+
+def test_a_product_that_is_found_at_once_is_not_asked_for_again(rng):
+    matrix = np.kron(rng.standard_normal((3, 2)), rng.standard_normal((4, 5)))
+    passes = []
+
+    def blocks():
+        passes.append(len(passes))
+        return [matrix]
+
+    found = ops.nearest_kronecker(RowStream(blocks, matrix.shape), "3x2, 4x5")
+    assert_allclose(found.to_matrix(), matrix, rtol=0.0, atol=1e-12)
+    assert len(passes) < 20
 
 
 def formed_samples(a, g, w):

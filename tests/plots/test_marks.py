@@ -195,6 +195,10 @@ def test_a_limit_is_drawn_within_the_axes_as_the_curves_left_them():
     assert np.array_equal(ax.get_lines()[-1].get_xydata(), [(25.0, 0.4)])
     assert ax.get_xlim() == without.get_xlim()
     assert list(ax.get_lines()[0].get_xdata()) == [2 * size for size in (10, 20)]
+    low, high = without.get_xlim()
+    from_end_to_end = Limit("limit", (0.5 * low, low, high, 2.0 * high), (0.8, 0.4, 0.2, 0.1))
+    ax = plot_error_curves(CURVES[:1], against="bytes", limits=[from_end_to_end])
+    assert list(ax.get_lines()[-1].get_xdata()) == [low, high]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

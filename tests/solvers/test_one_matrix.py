@@ -149,6 +149,8 @@ def test_the_choice_falls_on_products_from_a_size_on(rng):
         assert choose_svd(small, rank, is_held=False) == chosen[-1]
         assert krylov_side(rank) <= krylov_side(rank, 0.5) <= krylov_side(rank, 1.0)
         assert krylov_side(rank, is_batch=True) <= krylov_side(rank)
+    for decay in (0.0, 0.5, 1.0):  # beyond what was measured the side grows with the terms
+        assert krylov_side(256, decay) == 4.0 * krylov_side(64, decay)
     assert choose_svd(KroneckerShape(((4, 8), (8, 4))), 1) == SVD()
 
 

@@ -335,3 +335,8 @@ def test_a_mask_beside_a_target_that_has_one_is_refused(positive):
 def test_weights_that_are_none_are_refused(weight):
     with pytest.raises(BudgetError, match="weights of entries must be finite and not negative"):
         KnownEntries(np.ones((2, 2)), weights=np.full((2, 2), weight))
+
+
+def test_entries_of_what_is_no_matrix_are_refused():
+    with pytest.raises(ShapeError, match="expected two dimensions"):
+        KnownEntries(np.ones(3))

@@ -168,6 +168,12 @@ def test_krylov_on_every_kind(kind, rng):
     assert best * (1 - 1e-12) <= target.residual_norm(solution.approximation) <= best * (1 + 1e-3)
 
 
+def test_an_operator_of_more_columns_than_a_block_is_asked_for_each(rng):
+    matrix = rng.standard_normal((6, 1026))  # of blocks of 512 columns
+    formed = as_target(VectorsOnly(matrix)).tensor(KroneckerShape(((2, 27), (3, 38))))
+    assert_close(formed, Dense(matrix).tensor(KroneckerShape(((2, 27), (3, 38)))))
+
+
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 12))
 def test_cutting_rows_into_blocks_loses_none(start, length, height):
     covered = []

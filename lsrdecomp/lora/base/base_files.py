@@ -319,7 +319,6 @@ def _convert(file: Path, out: Path) -> None:
         raise CheckpointError(f"lacks {', '.join(missing[:5])}", path=file)
     # 3. Let it stop at the token that ends the tokenizer's texts, which GGUF's config may lack.
     if tokenizer.eos_token_id is not None:
-        model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.use_cache = True
     model.save_pretrained(out)

@@ -118,8 +118,8 @@ def score_outputs(known: Labels, outputs: np.ndarray, labels: np.ndarray) -> Sco
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     labels = np.asarray(labels)
-    is_finite = bool(np.isfinite(outputs).all())
-    outputs = np.nan_to_num(outputs, nan=0.0, posinf=0.0, neginf=0.0)
+    is_finite = np.isfinite(outputs).all(axis=1, keepdims=True)
+    outputs = np.where(is_finite, outputs, 0.0)
     if known.regression:
         predictions = outputs[:, 0]
         loss = float(np.mean((predictions - labels) ** 2))
@@ -132,7 +132,7 @@ def score_outputs(known: Labels, outputs: np.ndarray, labels: np.ndarray) -> Sco
         loss = float(-log_softmax(outputs, axis=-1)[rows, labels.astype(int)].mean())
         accuracy = float(np.mean(predictions == labels))
     metrics = known.score(labels, predictions)
-    return Scores(metrics, accuracy, loss if is_finite else None, len(labels))
+    return Scores(metrics, accuracy, loss if is_finite.all() else None, len(labels))
 
 
 def read_dataset(settings: FinetuneSettings) -> Dataset:

@@ -109,7 +109,7 @@ def test_a_gguf_file_is_dequantized_once_and_answers_as_its_source(cache, tmp_pa
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-5)
     tokenizer = open_tokenizer(file)
-    assert tokenizer.eos_token_id == again.config.eos_token_id == 0
+    assert tokenizer.eos_token_id == again.generation_config.eos_token_id == 0
     assert tokenizer.pad_token is not None
     assert not list(cache.glob(".*"))
 

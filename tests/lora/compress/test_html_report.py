@@ -247,6 +247,7 @@ def test_a_picture_of_shares_is_linear_and_shows_what_was_asked_for():
         assert (least - middle) / (least - most) == pytest.approx(0.2 / 0.6, abs=0.001)
         assert not [path for path in paths if path.count("L") > 2 and "C" not in path], "not joined"
         assert "asked for 60 %" in svg
+        assert {"1 kB", "2 kB", "3 kB", "4 kB"} & set(re.findall(r">([^<]+)</text>", svg))
         assert "LSR, as compressed" in svg
 
 

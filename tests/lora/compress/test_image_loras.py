@@ -190,7 +190,7 @@ def test_one_command_writes_a_file_and_a_page(folder, tmp_path):
     done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
-    assert "of the LoRA's effect on 8 held-out examples of prompts.txt" in said
+    assert "of the LoRA's effect (70 % asked) on 8 held-out examples of prompts.txt" in said
     assert "Cut by the weights alone to as many numbers it keeps" in said
     assert "4 layers are copied as they are" in said
     assert "Used truncated SVD with one global threshold" not in said

@@ -284,6 +284,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
         tuple(map(int, re.match(r"step (\d) of (\d) · ", step.stage).groups())) for step in told
     ]
     assert told[0].stage == "step 1 of 5 · opening the base"
+    assert any("· measuring version 1, " in step.stage for step in told)
     shares = [step.share for step in told]
     assert shares == sorted(shares)
     assert shares[-1] > 0.8

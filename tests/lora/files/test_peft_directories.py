@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import lsrdecomp
 from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.gateway import PATTERN_CHOICES
 from lsrdecomp.lora.files import open_checkpoint, write_lora
 from lsrdecomp.lora.files.adapter_config import Patterns, exact_pattern
 
@@ -216,6 +217,13 @@ def test_many_literal_alternatives_are_one_pattern_as_in_peft(tmp_path: Path, pa
 def test_many_alternatives_that_are_not_literal_are_refused(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(CheckpointError, match="too many choices"):
         open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern={pattern: 3}))
+
+
+def test_as_many_choices_as_are_allowed_are_taken(tmp_path: Path) -> None:
+    pattern = "(a|aa)" * PATTERN_CHOICES
+    open_checkpoint(write_lora_directory(tmp_path / "a", rank_pattern={pattern + "b": 3}))
+    with pytest.raises(CheckpointError, match="too many choices"):
+        open_checkpoint(write_lora_directory(tmp_path / "b", rank_pattern={pattern + "b?": 3}))
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
     outcomes = {o.name: o for o in run_fleet(fleet, tmp_path / "out", PLAN, runner=fragile)}
     assert groups == [9, 1, 1]
     assert (outcomes["team2/adapter2"].state, outcomes["team2/adapter2"].attempts) == ("done", 2)
+    assert (outcomes["team0/adapter0"].state, outcomes["team0/adapter0"].attempts) == ("done", 1)
     assert (outcomes["team1/adapter1"].state, outcomes["team1/adapter1"].message) == (
         "failed",
         "its worker died: killed",
@@ -517,6 +518,13 @@ def test_single_files_are_adapters_of_a_fleet_and_parts_of_models_are_not(tmp_pa
     (outcome,) = run_fleet(folder, tmp_path / "out", PLAN, runner=in_process)
     assert outcome.state == "done"
     assert open_checkpoint(tmp_path / "out" / "styles" / "ink").format == "lsr"
+
+
+def test_a_lora_of_llama_cpp_is_an_adapter_of_a_fleet_and_a_model_is_not(tmp_path):
+    (tmp_path / "styles").mkdir()
+    for name, words in {"ink": b"adapter.type", "model": b"general.type"}.items():
+        (tmp_path / "styles" / f"{name}.gguf").write_bytes(b"GGUF\x03\0\0\0" + words)
+    assert find_adapters(tmp_path) == ["styles/ink.gguf"]
 
 
 def layouts(folder):

@@ -135,3 +135,4 @@ def test_a_server_that_is_the_lora_keeps_all_and_is_asked_no_more_than_so_much(m
     assert behaviour.examples == 3
     assert behaviour.agreement == 1.0
     assert abs(behaviour.kl) < 1e-5
+    assert behaviour.effect > 0.0

@@ -20,6 +20,7 @@ import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint, write_lora  # noqa: E402
+from lsrdecomp.lora.measure.output_meter import open_weights  # noqa: E402
 from lsrdecomp.lora.search.layers import layer_pair  # noqa: E402
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -341,6 +342,14 @@ def test_four_bits_reduce_a_strong_one(measured, place, tmp_path):
     found = measured(merged(place, tmp_path / "wreck", change=quantized(7)))
     assert found.verdict == "reduced"
     assert [reason.code for reason in found.reasons] == ["rounded"]
+
+
+def test_weights_are_read_of_a_model_as_it_opens(tmp_path):
+    model = model_of()
+    save_model(model, tmp_path / "model")
+    weights = open_weights(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(weights[name](), parameter.detach().numpy())
 
 
 def test_a_base_of_four_bits_draws_what_is_added_back(place, tmp_path):

@@ -264,6 +264,15 @@ def test_mixed_batches_are_refused_for_parameters():
         model.base_model.model["experts"](torch.randn(3, 4, 6), adapter_names=["default"] * 3)
 
 
+def test_adapters_of_other_parameters_are_refused_beside_those_that_are_there():
+    config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2)
+    model = get_peft_model(nn.ModuleDict({"experts": Experts(False)}), config)
+    model.add_adapter("alike", config)
+    other = LsrConfig(target_parameters=["experts.down"], target_modules=[], r=2)
+    with pytest.raises(ValueError, match=r"got \['experts.down'\] .* \['experts.up'\] for adapter"):
+        model.add_adapter("other", other)
+
+
 def half_precision(ratio: float, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
     """A model of 16-bit weights and an adapter whose ΔW is ``ratio`` times as large."""
     torch.manual_seed(0)

@@ -100,6 +100,13 @@ def test_an_exchange_between_layers_is_found() -> None:
     assert within_cost([first, second], 11) == [1, 1]
 
 
+def test_a_start_that_costs_all_of_the_budget_is_taken() -> None:
+    first = PartOptions.of([0, 1, 9], [10.0, 8.0, 0.0])
+    second = PartOptions.of([0, 8], [10.0, 3.0])
+    assert within_cost([first, second], 8) == [1, 0]
+    assert within_cost([first, second], 8, [[0, 1]]) == [0, 1]
+
+
 def test_what_is_reachable_is_said() -> None:
     options = [PartOptions.of([5, 9], [3.0, 1.0]), PartOptions.of([7], [2.0])]
     with pytest.raises(BudgetError, match="cost 12 together"):

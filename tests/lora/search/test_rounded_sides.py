@@ -54,6 +54,18 @@ def test_the_error_is_that_of_the_numbers_as_written(dtype: Any, storage: Any) -
             assert error == pytest.approx(expected, rel=1e-7, abs=1e-12 * layer.frobenius_norm)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_terms_that_cancel_are_measured_whatever_their_size(seed: int) -> None:
+    """A millionth millionth of them is left, and rounding takes it: no digit in sums of squares."""
+    rng = np.random.default_rng(seed)
+    column, row = rng.standard_normal((200, 1)), rng.standard_normal((1, 150))
+    pair = LowRank(np.hstack([column, column]), np.vstack([row, -(1.0 + 1e-12) * row]))
+    layer = Layer.of("q", pair)
+    stored, error = layer.rounded(None, np.float16)
+    assert not np.any(stored[0].astype(np.float64) @ stored[1].astype(np.float64))
+    assert error == pytest.approx(distance_of(layer, stored, 1.0), rel=1e-2)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_no_error_is_above_its_bound(storage: Any) -> None:
     for size in (1.0, 1e-3):  # the small one has numbers near the smallest of the types

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, next_trial
+from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS, has_stalled, next_trial
 from lsrdecomp.lora.train.rate_trials import RateTrial
 
 
@@ -55,6 +55,14 @@ def test_where_all_diverge_smaller_rates_are_tried():
     assert min(only_small, key=only_small.get) == pytest.approx(0.01 / 3)
 
 
+def test_training_stalls_after_three_evaluations_without_a_new_best():
+    assert not has_stalled([0.5, 0.4, 0.3])
+    assert has_stalled([0.5, 0.4, 0.3, 0.5])
+    assert not has_stalled([0.5, 0.4, 0.3, 0.6])
+    assert not has_stalled([0.5, 0.6, 0.4, 0.3])
+    assert has_stalled([0.5, 0.6, 0.4, 0.3, 0.2])
+
+
 def test_a_step_of_two_processes_has_the_loss_and_the_gradient_of_both(monkeypatch):
     """All processes choose by the same losses, or each would go on with a rate of its own."""
     torch = pytest.importorskip("torch")
@@ -87,6 +95,7 @@ def test_a_step_of_two_processes_has_the_loss_and_the_gradient_of_both(monkeypat
         losses.append([trainer.train_step(state, 0.1) for _ in range(2)])
         changes.append(state.changes.tolist())
     assert losses[0][0] == pytest.approx(14.0)
+    assert losses[0][1] < 14.0
     assert losses[1] == pytest.approx(losses[0])
     assert changes[1] == pytest.approx(changes[0])
 

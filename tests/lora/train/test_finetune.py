@@ -418,6 +418,17 @@ def test_the_loss_is_the_mean_over_the_examples(logits, labels, loss):
     ) == pytest.approx(loss)
 
 
+def test_the_optimizer_has_a_group_for_each_rate_and_decays_no_vector(common, tmp_path):
+    trainer = TaskTrainer.__new__(TaskTrainer)
+    trainer.args = evaluation_arguments(common, tmp_path, weight_decay=0.3)
+    trainer.model, trainer.optimizer = torch.nn.Linear(3, 2), None
+    trainer.learning_rates = {"weight": 0.1, "bias": 0.2}
+    optimizer = trainer.create_optimizer()
+    groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(0.1, 0.3), (0.2, 0.0)]
+    assert optimizer is trainer.optimizer is trainer.create_optimizer()
+
+
 def data(file, rows):
     """Settings of a run whose training and dev examples are these rows."""
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -507,6 +518,15 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_base_in_four_bits_keeps_its_head_whole(common, place):
+    pytest.importorskip("bitsandbytes", reason="bases in 4 bits are its")
+    model, _ = open_model(common.replace(method="qlsr"), place.model, 10)
+    types = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert model.config.quantization_config.bnb_4bit_quant_type == "nf4"
+    assert "Linear4bit" in types.values()
+    assert {types[name] for name in types if name.endswith(".original_module")} == {"Linear"}
+
+
 def test_texts_are_cut_to_what_the_base_can_read(common, place):
     _, tokenizer = open_model(common, place.model, 10)
     long = LabelledExample(((" ".join(["3"] * 90), None),), 3.0)
@@ -523,7 +543,17 @@ def test_judging_by_definition():
     assert score_outputs(
         Labels(), np.array([[1.0], [3.0]]), np.array([0.0, 5.0])
     ).loss == pytest.approx(2.5)
-    assert score_outputs(Labels(("0", "1")), np.array([[np.nan, 0.0]]), np.array([0])).loss is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_answers_that_are_not_finite_count_as_class_0_or_score_0_and_have_no_loss(bad):
+    outputs, labels = np.array([[-3.0, bad], [bad, -3.0], [0.0, 1.0]]), np.array([0, 0, 1])
+    scores = score_outputs(Labels(("0", "1")), outputs, labels)
+    assert (scores.accuracy, scores.loss) == (1.0, None)
+    numbers = np.array([0.0, 1.0, 2.0])
+    scores = score_outputs(Labels(), np.array([[bad], [1.0], [2.0]]), numbers)
+    assert scores.metrics == score_outputs(Labels(), numbers[:, None], numbers).metrics
+    assert scores.loss is None
 
 
 def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):

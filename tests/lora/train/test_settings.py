@@ -34,6 +34,7 @@ def test_settings_survive_json_and_pickle():
     assert again == settings == pickle.loads(pickle.dumps(settings))
     assert again.layers == (0, 1)
     assert settings.replace(learning_rate=0.1).learning_rate == 0.1
+    assert (settings.seed, settings.split_seed) == (0, 0)  # as everywhere, if none is asked for
 
 
 @pytest.mark.parametrize(
