@@ -1011,6 +1011,19 @@ def of_integer_factors():
     yield f"solving takes back {percent(min(taken_back))} % of what it adds"
 
 
+def of_planted_faults():
+    """Those of a draw that tests noticed."""
+    *rooms, total = record("mutants")["rows"]
+    visible = total["faults"] - total["equivalent"]
+    worst = min(rooms, key=lambda row: row["percent"])
+    yield (
+        f"of a third draw of {total['faults']} (`benchmarks/results/mutants.json`, seed "
+        f"{record('mutants')['provenance'][-1]['seed']}) {total['noticed']} were noticed, "
+        f"{total['percent']:.0f} % of the {visible} that anybody can see, and in `{worst['room']}` "
+        f"{worst['percent']:.0f} %"
+    )
+
+
 PAGES = {
     README: in_readme,
     INDEX: in_index,
@@ -1034,6 +1047,7 @@ CLAIMS = [
             KERNELS: in_kernels,
             IMAGES: in_image_loras,
             MILLION: in_a_million,
+            "CONTRIBUTING.md": of_planted_faults,
         }
     ).items()
     for sentence in sentences()
