@@ -97,7 +97,12 @@ def in_readme():
     right = fmean(row["found"]["exact_match_rate"] for row in smallest)
     share = percent(fmean(row["kept"] for row in smallest))
     size = f"{fmean(row['bytes'] for row in smallest) / 1000:.1f} kB"
-    yield f"{size} still keep {share} % of its effect"
+    tickets = one_command("smollm2 tickets answers .9 distill 60")
+    found = tickets["found"]
+    yield (
+        f"On another task, tickets, {tickets['bytes'] / 1000:.1f} kB keep {found['n_matching']} of "
+        f"{found['answered']}"
+    )
     yield (
         f"{share} % of the effect is not {share} % of the answers: [of {size} every word is "
         f"right in {percent(right)} % of texts]"
@@ -358,6 +363,13 @@ def of_whole_answers():
         f"{of_sums[SVD, 30_000]} in 30 kB; for tickets {small[0]} in 8 kB and {small[1]} in 15 kB, "
         f"where truncated SVD gives {theirs[0]} and {theirs[1]}. For as many answers it takes "
         f"{ratios} of truncated SVD's bytes"
+    )
+    trained = one_command("smollm2 tickets answers .9 distill 60")
+    same = trained["found"]["n_matching"]
+    assert same == of_tickets[SVD, 30_000]
+    yield (
+        f"Trained by the command above, {trained['bytes'] / 1000:.1f} kB give {same} of the 64 "
+        "answers for tickets, as many as 30 kB of truncated SVD"
     )
     every = record("answer_curve")["rows"]
     assert {row["seed"] for row in every} == {0}

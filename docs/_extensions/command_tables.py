@@ -20,6 +20,7 @@ ADAPTERS = {
     "demo": "demo, MiniLM",
     "smollm2": "E2E, SmolLM2",
     "smollm2 sums": "sums, SmolLM2",
+    "smollm2 tickets": "tickets, SmolLM2",
     "smollm2 extraction": "extraction, SmolLM2",
     "gemma-3-270m": "E2E, Gemma-3-270M",
 }
