@@ -36,6 +36,7 @@ COMPRESS, PAPER, TRAINED, SCALE = (
 )
 IMAGES = "docs/guides/image-loras.md"
 MILLION = "docs/evidence/a-million-adapters.md"
+SPEECH = "docs/evidence/speech.md"
 ACCURACY, SOLVERS, OPERATORS, KERNELS = (
     "docs/evidence/accuracy.md",
     "docs/evidence/solvers-measured.md",
@@ -292,7 +293,6 @@ def in_language_models():
     yield from of_whole_answers()
     yield from of_sums()
     yield from of_gemma()
-    yield from of_speech()
     yield from of_calibration()
     yield from of_written_texts()
 
@@ -1042,6 +1042,7 @@ PAGES = {
     LANGUAGE: in_language_models,
     SMALL: in_small_adapters,
     ARENA: of_published_rows,
+    SPEECH: of_speech,
 }
 """Pages whose every figure is claimed."""
 CLAIMS = [
