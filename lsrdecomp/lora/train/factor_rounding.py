@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import all_finite, to_numpy
 from lsrdecomp.lora.files import open_checkpoint
 from lsrdecomp.lora.files.packed_index import stored_layers
 from lsrdecomp.lora.peft.layer import LsrLayer
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class FactorRounding:
     """Rounds the factors of a student in place, as its layers are stored.
 
-    A call costs some 0.5 µs a number, on the CPU.
+    A call costs a fiftieth of a step of training on the CPU (60 kB, SmolLM2).
 
     Parameters
     ----------
@@ -44,9 +45,12 @@ class FactorRounding:
         ]
 
     def __call__(self) -> None:
-        """Round all factors, each near its own numbers."""
+        """Round all factors, each near its own numbers; those of a layer with NaN or ∞ stay so."""
         for stored, left, right in self._layers:
-            rounded = round_factors_like(stored, _numbers(left), _numbers(right))
+            sides = _numbers(left), _numbers(right)
+            if not all(map(all_finite, chain(*sides))):
+                continue  # the loss shows that training diverged
+            rounded = round_factors_like(stored, *sides)
             for parameters, factors in zip((left, right), rounded, strict=True):
                 _set(parameters, factors)
 

@@ -55,6 +55,7 @@ from lsrdecomp.lora.train.distill_schedule import MAX_TRIALS  # noqa: E402
 from lsrdecomp.lora.train.distill_state import TrainingState  # noqa: E402
 from lsrdecomp.lora.train.distill_trainer import Trainer, kl_loss, trainable_factors  # noqa: E402
 from lsrdecomp.lora.train.distillation import distill_factors  # noqa: E402
+from lsrdecomp.lora.train.factor_rounding import FactorRounding  # noqa: E402
 
 WORDS = random.Random(0)
 READ = DistillSettings(batch=8, max_length=16)
@@ -466,6 +467,23 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
                 for k in range(len(left[0]))
             ),
         )
+
+
+def test_factors_that_are_not_finite_are_not_rounded_to_numbers(classifier, tmp_path):
+    lora = open_checkpoint(classifier / "lora")
+    compress(lora, CompressionPlan(separation_rank=2, storage="int4")).save(tmp_path / "made")
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, READ)
+    student = evaluator.base.with_adapter(tmp_path / "made")
+    first, *others = trainable_factors(student.model)
+    before = [factor.detach().clone() for factor in others]
+    with torch.no_grad():
+        first[0, 0, 0] = math.nan
+        for factor in others:
+            factor *= 1.0 + 0.1 * torch.rand_like(factor)
+    FactorRounding(student, tmp_path / "made")()
+    assert torch.isnan(first[0, 0, 0])
+    moved = [not torch.equal(*pair) for pair in zip(others, before, strict=True)]
+    assert sum(moved) > len(moved) / 2
 
 
 def test_only_lsr_factors_are_trained(classifier):
