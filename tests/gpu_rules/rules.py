@@ -169,12 +169,15 @@ def test_compression_on_a_base_with_its_answers(gpu, classifier):
     assert gpu.operations["bmm"] > 0
 
 
-def test_distillation_waits_for_loss_and_features_of_a_step(gpu, classifier, tmp_path):
+@pytest.mark.parametrize("storage", ["float32", "int4"])
+def test_distillation_waits_for_loss_and_features_of_a_step(gpu, classifier, tmp_path, storage):
     waits = {}
+    plan = lsr.CompressionPlan(separation_rank=2, storage=storage)
+    lsr.compress(lsr.open_checkpoint(classifier / "lora"), plan).save(tmp_path / "lsr")
     for steps in (6, 12):
         gpu.waits.clear()
         distill(
-            classifier / "lsr",
+            tmp_path / "lsr",
             base=classifier / "base",
             data=TEXTS * 4,
             teacher=classifier / "lora",
@@ -189,6 +192,8 @@ def test_distillation_waits_for_loss_and_features_of_a_step(gpu, classifier, tmp
     assert grown.pop("_local_scalar_dense at lora/train/distill_trainer.py") == 1
     # Of the student, and of the LoRA where a batch is new.
     assert grown.pop("equal at lora/measure/features.py") <= 2
+    if storage == "int4":  # all factors at once, to be rounded
+        assert grown.pop("_to_copy at lora/train/factor_rounding.py") == 1
     assert grown == {}
 
 
