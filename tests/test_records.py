@@ -371,6 +371,15 @@ def of_whole_answers():
         f"Trained by the command above, {trained['bytes'] / 1000:.1f} kB give {same} of the 64 "
         "answers for tickets, as many as 30 kB of truncated SVD"
     )
+    row = one_command("smollm2 sums answers .9 distill 60")
+    low, high = sorted(each["bytes"] for each in row["tried"] if each["steps"])
+    assert row["bytes"] in [each["bytes"] for each in row["tried"] if not each["steps"]]
+    assert row["found"]["n_matching"] == of_sums[LSR, 30_000]
+    yield (
+        f"For sums both trainings, at {low / 1000:.0f} and {high / 1000:.0f} kB, were aimed too "
+        f"low, and {row['bytes'] / 1000:.0f} kB were written untrained, which give "
+        f"{row['found']['n_matching']}: more than what `--bytes 30000` takes for as many"
+    )
     every = record("answer_curve")["rows"]
     assert {row["seed"] for row in every} == {0}
     assert {row["answered"] for row in every} == {64}
