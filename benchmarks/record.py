@@ -20,7 +20,11 @@ from datetime import UTC, date, datetime
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lsrdecomp.lora.base.behaviour import Behaviour
+    from lsrdecomp.lora.compress.compress_lora import MeasuredCompression
 
 Record = dict[str, Any]
 
@@ -253,3 +257,17 @@ def _cpu_seconds() -> float:
 
 CHECKOUT = (_git("rev-parse", "--short=12", "HEAD") or "unknown", _digest_of_changes())
 """Commit and changes when this process began: another may be checked out before it ends."""
+
+
+def said_and_found(keep: float, small: MeasuredCompression, found: Behaviour) -> dict[str, Any]:
+    """Return what a compression to a share says, and what is found on data that it never saw."""
+    said = small.fidelity
+    return {
+        "keep": keep,
+        "bytes": said.bytes_after,
+        "bytes_before": said.bytes_before,
+        "promised": said.kept,
+        "promised_error": said.standard_error,
+        "kept": found.kept,
+        "standard_error": found.standard_error,
+    }

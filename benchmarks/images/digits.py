@@ -118,14 +118,8 @@ def main() -> None:
         written = base.with_adapter(small.save(out / f"small-{share}", force=True))
         found = judge.compare(written)
         rows.append(
-            {
-                "keep": share,
-                "bytes": small.fidelity.bytes_after,
-                "bytes_before": small.fidelity.bytes_before,
-                "promised": small.fidelity.kept,
-                "promised_error": small.fidelity.standard_error,
-                "kept": found.kept,
-                "standard_error": found.standard_error,
+            records.said_and_found(share, small, found)
+            | {
                 "agreement": found.agreement,
                 "accuracy": accuracy(written.model, judged, labels[TRAINED + CALIBRATED :]),
             }
