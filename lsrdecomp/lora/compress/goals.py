@@ -45,10 +45,10 @@ when they are asked for."""
 # unless a measurement is named.
 
 MAX_TRAINED = 2
-"""Maximum variants trained."""
+"""Maximum variants trained; one more where none of them keeps enough."""
 AIM = 0.9
-"""Share of the allowed loss that a training is aimed at. What it leaves is known to a quarter; what
-it keeps too much is pruned."""
+"""Share of the allowed loss that a training is aimed at, and its square after a miss. What it
+leaves is known to a quarter; what it keeps too much is pruned."""
 STD_ERRORS = 1.0
 """Take a trained or pruned variant if its share is at least this many standard errors above the
 target: of several that are measured on the same texts, the smallest that passes looks better than
@@ -286,7 +286,7 @@ class ShareGoal:
         untrained_loss = 1.0 - share_kept(first.distillation.before)
         residual = max(loss_of(first), MIN_LOSS) / max(untrained_loss, MIN_LOSS)
         start = self.sizes.variant_near_loss(AIM * self.allowed_loss / residual)
-        larger = self._train(start, MAX_TRAINED + 1)
+        larger = self._train(start, MAX_TRAINED + 2)
         return larger if loss_of(larger) < loss_of(variant) else None
 
     def _larger_untrained(self, variant: CompressedVariant) -> CompressedVariant | None:
@@ -315,10 +315,12 @@ class ShareGoal:
     def trained(self) -> CompressedVariant:
         """Return the smallest trained variant that keeps the share, or else an untrained one."""
         trained: list[CompressedVariant] = []
-        residual = self._residual_guess()
-        for number in range(1, MAX_TRAINED + 1):
+        residuals: list[float] = []
+        for number in range(1, MAX_TRAINED + 2):
             # 1. Of a loss of this size, training should leave about the allowed loss.
-            loss = AIM * self.allowed_loss / residual
+            is_missed = bool(trained) and not any(map(self._passes, trained))
+            aim = AIM**2 if is_missed else AIM
+            loss = aim * self.allowed_loss / max(residuals, default=self._residual_guess())
             if not self._is_worth_training(loss, trained):
                 break
             # 2. Train a variant with that loss.
@@ -326,7 +328,7 @@ class ShareGoal:
             result = self._train(variant, number)
             trained.append(result)
             # 3. Learn what share of a loss training leaves here.
-            residual = max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS)
+            residuals.append(max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS))
         passing = [variant for variant in trained if self._passes_surely(variant)]
         if not passing:
             return self._barely_passing(trained)
@@ -355,6 +357,8 @@ class ShareGoal:
         passing_sizes = [self._total_size(variant) for variant in trained if self._passes(variant)]
         if not passing_sizes:
             return True
+        if len(trained) >= MAX_TRAINED:
+            return False
         total_size = self.sizes.size_at_loss(loss) + self.head_bytes
         return total_size * MIN_SAVING <= min(passing_sizes)
 
@@ -549,20 +553,13 @@ class AnswerGoal(ShareGoal):
         """Return the smallest trained variant that is estimated to keep the answers."""
         self.sizes.variant_near_loss(AIM * self.allowed_loss / self._residual_guess())
         self._learn(self.sizes.measured.values())
-        for _ in range(MAX_TARGETS):
-            variant = super().trained()
-            if not self._trained:
-                break
-            before = self.target_share
-            self._learn(self._trained)
-            if self._passes(variant) or self.target_share <= before:
-                break
-        return variant
+        return super().trained()
 
     def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
-        """Train a variant, and remember it: its answers say which share keeps enough."""
+        """Train a variant, and learn from its answers which share keeps enough."""
         result = super()._train(variant, number)
         self._trained.append(result)
+        self._learn(self._trained)
         return result
 
     def replacement(

@@ -51,7 +51,10 @@ class Variants:
         loss = (1.0 - variant.behaviour.kept) * self.residuals[variant.origin is not None]
         training = SimpleNamespace(rate=rate or 0.1, after=1.0 - loss)
         distillation = SimpleNamespace(
-            improved=True, before=variant.behaviour, training=training, steps=steps
+            improved=self.residuals[0] < 1.0,
+            before=variant.behaviour,
+            training=training,
+            steps=steps,
         )
         size = variant.compression.totals.parameters
         trained = {"distillation": distillation, "origin": variant.origin}
@@ -129,6 +132,26 @@ def test_a_training_that_ended_early_goes_on_where_what_it_left_keeps_enough_by_
     assert exact._train(exact.sizes.variant_near_loss(0.2), 1).behaviour.kept == pytest.approx(
         0.953
     )
+
+
+def test_where_two_trainings_miss_one_more_is_aimed_by_the_worse_of_them():
+    """An untrained version that keeps enough is many times larger."""
+    variants = Variants([0.3, 0.6], 8.0)
+    sizes = []
+    by_formula = variants.train
+
+    def train(variant, *given, **named):
+        if variant.origin is None:
+            sizes.append(variant.compression.totals.parameters)
+            variants.residuals[0] = {1: 0.4, 2: 0.5}.get(len(sizes), 0.55)
+        return by_formula(variant, *given, **named)
+
+    variants.train = train
+    result = goal_of(variants).trained()
+    assert len(sizes) == 3
+    assert result.behaviour.kept >= 0.95
+    assert result.steps > 0
+    assert loss_of_size(sizes[-1]) == pytest.approx(goals.AIM**2 * 0.05 / 0.5, rel=0.3)
 
 
 def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
@@ -303,6 +326,25 @@ def test_trained_versions_keep_the_answers_by_what_trained_ones_answered(fall, m
     result = answer_goal_of(Answering([0.2, 0.8], fall, n_texts=1000)).trained()
     assert result.steps > 0
     assert 0.895 <= answers_of(result, fall) < 0.96
+
+
+def test_a_trained_version_that_answers_better_than_its_loss_says_is_enough(monkeypatch):
+    """It loses more than untrained ones may, but of the answers it was asked for it keeps them."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    variants = Answering([0.3, 1.2], 2.0, n_texts=1000)
+    by_formula = variants.train
+    trained = []
+
+    def train(variant, *given, **named):
+        variants.fall = 1.5
+        trained.append(by_formula(variant, *given, **named))
+        return trained[-1]
+
+    variants.train = train
+    result = answer_goal_of(variants).trained()
+    assert len(trained) == 2  # one, and that after pruning
+    assert result.steps > 0
+    assert answers_of(result, 1.5) >= 0.895
 
 
 def test_of_answers_that_were_missed_on_held_out_prompts_a_larger_version_gives_more(monkeypatch):

@@ -20,6 +20,8 @@ from lsrdecomp.lora.compress.variants import CompressedVariant, DistilledVariant
 from lsrdecomp.lora.train.distillation import Distillation  # noqa: E402
 
 WHOLE = 1e6
+ERROR = 0.01
+"""Standard error of the share that a variant keeps."""
 
 
 def curve(factor, power):
@@ -43,14 +45,15 @@ SMALL = 4096.0
 @given(factor=st.floats(0.2, 3.0), power=st.floats(0.75, 1.4), keep=st.floats(0.5, 0.95))
 def test_the_variant_found_keeps_enough_and_little_smaller_ones_do_not(factor, power, keep):
     expected, measure = curve(factor, power)
-    least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
+    # A variant within a standard error of the target is taken.
+    least = (WHOLE / SMALL) * ((1 - keep - ERROR) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
     seen = {}
     variant = MeasuredSizes(WHOLE, expected, measure, seen).smallest(keep)
     size = min(each for each, variant in seen.items() if variant.behaviour.kept >= keep)
     assert len(seen) <= MAX_MEASURED
     assert variant is seen[size]
-    assert size <= 1.4 * max(least, WHOLE / SMALL)
+    assert size <= BRACKET_RATIO**2 * max(least, WHOLE / SMALL)
 
 
 def test_a_known_factor_needs_few_measurements():
@@ -111,7 +114,7 @@ def test_of_two_variants_near_what_training_makes_good_the_one_that_loses_less_i
     assert sizes.variant_near_loss(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
-def losing(share, error=0.01):
+def losing(share, error=ERROR):
     """A variant that loses a share."""
     return CompressedVariant(None, None, Behaviour(100, 100, "example", share, 0.9, 1.0, error))
 
@@ -167,7 +170,7 @@ def searched_sizes(folder):
         ({30: 0.946, 60: 0.953}, [30, 60]),
         ({30: 0.951, 60: 0.953}, [30, 60]),  # 0.951 ± 0.01 may be chance
         ({30: 0.962, 60: 0.97}, [30]),
-        ({30: 0.946, 60: 0.94}, [30, 60, 30, 60]),
+        ({30: 0.946, 60: 0.94}, [30, 60, 30, 60, 30, 60]),  # one more where all miss
     ],
 )
 def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_trained(
@@ -184,7 +187,7 @@ def test_a_training_that_ended_too_early_goes_on_before_another_variant_is_train
         monkeypatch.setattr(smallest, pruning, lambda variant: variant)
     best = smallest.trained()
     assert [number for _, number in variants.trained] == steps
-    assert (best == "untrained") == (steps[-1] == 60 and len(steps) == 4)
+    assert (best == "untrained") == (len(steps) == 6)
 
 
 def refused_below(least, asked):
