@@ -39,9 +39,10 @@ from lsrdecomp.lora.measure.layer_differences import (
 from lsrdecomp.lora.measure.merged_models import MergedModel, is_model
 from lsrdecomp.lora.measure.server_client import LlamaCpp, OpenAi, connect
 from lsrdecomp.lora.measure.symptoms import Reason, reasons_of, where
-from lsrdecomp.lora.measure.verify_files import source_names
+from lsrdecomp.lora.measure.verify_files import AGREEMENT, source_names
 from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
+from lsrdecomp.lora.search.result import recorded_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -314,6 +315,7 @@ class _Work:
             source, other = _with_common_names(source, other)
             updates = {layer.name: _stored_update(other, layer) for layer in other.layers}
             differences = compare_layers(source, updates, on_step=self.on_step)
+            differences = _as_recorded(differences, recorded_errors(other)["total"])
             reasons = [
                 *self._reasons(source, updates, differences, may_lack=_may_lack(other)),
                 *_unknown_layers(source, other),
@@ -569,6 +571,24 @@ def _may_lack(other: Checkpoint) -> Callable[[str], bool]:
     dropped = read_provenance(other).get("dropped")
     names = set(map(str, dropped)) if isinstance(dropped, list) else set()
     return lambda name: other.format == "lsr" or name in names
+
+
+def _as_recorded(
+    differences: list[LayerDifference], recorded: float | None
+) -> list[LayerDifference]:
+    """Return layers that look like another adapter's as approximated, if their error is on record.
+
+    A layer that was trained to few numbers may have nothing in common with ΔW but what it does. If
+    the relative error over all layers is the recorded one, they are as they were written.
+    """
+    errors = [(each.relative_error or 0.0) * each.norm for each in differences]
+    total = math.hypot(*errors) / (math.hypot(*(each.norm for each in differences)) or 1.0)
+    if recorded is None or not math.isclose(total, recorded, rel_tol=AGREEMENT):
+        return differences
+    return [
+        replace(each, code="approximated") if each.code == "unrelated" else each
+        for each in differences
+    ]
 
 
 def _unknown_layers(source: Checkpoint, other: Checkpoint) -> list[Reason]:

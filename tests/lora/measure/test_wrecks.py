@@ -17,11 +17,16 @@ from tiny_language_model import write_rows  # noqa: E402
 from tiny_tokenizer import MARKS, WORDS, word_tokenizer  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
+from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
+from lsrdecomp.kronecker.product import SeparatedProduct  # noqa: E402
+from lsrdecomp.kronecker.separated import SeparatedMatrix  # noqa: E402
 from lsrdecomp.lora.compress import export_lora  # noqa: E402
+from lsrdecomp.lora.compress.rewrite import rewrite  # noqa: E402
 from lsrdecomp.lora.files import open_checkpoint, write_lora  # noqa: E402
 from lsrdecomp.lora.measure.output_meter import open_weights  # noqa: E402
-from lsrdecomp.lora.search.layers import layer_pair  # noqa: E402
+from lsrdecomp.lora.search import CompressionPlan  # noqa: E402
+from lsrdecomp.lora.search.layers import layer_pair, layer_product  # noqa: E402
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WEIGHTS = "adapter_model.safetensors"
@@ -223,6 +228,35 @@ def test_moved_and_missing_numbers_are_named(measured, place, tmp_path, change, 
 def test_the_other_adapter_of_two(measured, tmp_path):
     found = measured(save_adapter(tmp_path / "wreck", lora_config(), seed=5))
     assert found.verdict in ("damaged", "gone")
+    assert [reason.code for reason in found.reasons] == ["unrelated"]
+
+
+def test_a_trained_layer_that_is_far_from_its_delta_is_told_by_its_record(place, tmp_path):
+    """Of one that was trained to few numbers only what it does may be the LoRA's."""
+    lora = open_checkpoint(place / "lora")
+    made = compress(lora, CompressionPlan(separation_rank=1, storage="float32"))
+    made.save(tmp_path / "made")
+    numbers = np.random.default_rng(0)
+    products = {
+        layer.name: SeparatedProduct(
+            *(
+                SeparatedMatrix.from_factors(
+                    [numbers.standard_normal(factor.shape) for factor in side.factors]
+                )
+                for side in (layer_product(layer).left, layer_product(layer).right)
+            )
+        )
+        for layer in open_checkpoint(tmp_path / "made").layers
+    }
+    rewrite(tmp_path / "trained", tmp_path / "made", lora, products)
+    found = lsr.measure(place / "lora", tmp_path / "trained")
+    assert [reason.code for reason in found.reasons] == ["approximated"]
+    # Numbers that the record does not know are another adapter's all the same.
+    report = tmp_path / "trained" / "compression.json"
+    record = json.loads(report.read_text())
+    record["totals"]["relative_error"] *= 1.0001
+    report.write_text(json.dumps(record))
+    found = lsr.measure(place / "lora", tmp_path / "trained")
     assert [reason.code for reason in found.reasons] == ["unrelated"]
 
 
