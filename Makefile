@@ -88,7 +88,7 @@ mutants: .venv/test
 # What pip alone brings, and a table of it at the end; TGI_SOURCE and LORAX_SOURCE name clones of those two
 servers: .venv/servers
 	$(PYTEST) -s -m servers tests/servers
-	$(PYTEST) tests/lora/peft/test_diffusers.py
+	$(PYTEST) tests/lora/peft/test_diffusers.py tests/lora/compress/test_image_loras.py tests/lora/compress/test_image_models.py
 
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.lora.base.base_files import find_base; print('smollm2 is', find_base('smollm2'))"

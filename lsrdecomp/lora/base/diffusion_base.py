@@ -90,6 +90,7 @@ def open_diffusion(
             denoiser = loader.from_pretrained(directory, **options).to(device).eval()
             name = DENOISERS[0] if class_name.startswith("UNet") else DENOISERS[1]
             parts = _DiffusionParts({name: denoiser})
+            _check_random_rows(denoiser)
             batches = partial(_random_batches, name)
             return _base_of(base, parts, name, batches, partial(_module_names, None, parts, name))
         pipeline = open_pretrained(
@@ -202,6 +203,9 @@ def _draw(pipeline: Any, name: str, base: Base, examples: Sequence[Example]) -> 
         with _with_parts(pipeline, parts):
             arguments = _call_arguments(pipeline, examples, output_type="latent")
             pipeline(**arguments, num_inference_steps=NOISE_LEVELS)
+    except (TypeError, ValueError) as error:
+        kind = type(pipeline).__name__
+        raise CheckpointError(f"{kind} draws no image: {first_line(error)}") from error
     finally:
         handle.remove()
     rows_by_image: list[list[Row]] = [[] for _ in examples]
@@ -273,6 +277,30 @@ def _random_batches(name: str, base: Base, items: Sequence[Item], size: int) -> 
         yield {**joined, ROW_COUNTS: torch.full((len(chunk),), NOISE_LEVELS)}
 
 
+def _check_random_rows(denoiser: Any) -> None:
+    """Run a UNet or transformer alone once, on random arguments.
+
+    Raises
+    ------
+    CheckpointError
+        If it needs more than is known here, as that of SDXL and of Flux does.
+    """
+    row = _random_rows(denoiser, Example(0))[0]
+    row = recursively_apply(lambda tensor: tensor.to(denoiser.device), row)
+    try:
+        with torch.no_grad():
+            denoiser(**row)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _needs_its_pipeline(denoiser, "runs on no random arguments") from error
+
+
+def _needs_its_pipeline(denoiser: Any, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(denoiser).__name__} alone {why} here: give the directory of its pipeline, with a "
+        "model_index.json"
+    )
+
+
 def _random_rows(denoiser: Any, example: Example) -> list[Row]:
     """Return random arguments of a UNet or transformer at each noise level.
 
@@ -289,11 +317,13 @@ def _random_rows(denoiser: Any, example: Example) -> list[Row]:
     config = denoiser.config
     generator = torch.Generator().manual_seed(example.number)
     dtype = next(denoiser.parameters()).dtype
-    sides = config.sample_size
+    sides = config.get("sample_size")
+    if sides is None:
+        raise _needs_its_pipeline(denoiser, "has no size of its images")
     if isinstance(sides, int):
         sides = (sides, sides)
-    context = getattr(config, "cross_attention_dim", None)
-    n_classes = getattr(config, "num_embeds_ada_norm", None) or config.get("num_class_embeds")
+    context = config.get("cross_attention_dim")
+    n_classes = config.get("num_embeds_ada_norm") or config.get("num_class_embeds")
     latents = torch.randn(1, config.in_channels, *sides, generator=generator).to(dtype)
     values: dict[str, Any] = {"sample": latents, "hidden_states": latents}
     if isinstance(context, int):
@@ -310,10 +340,7 @@ def _random_rows(denoiser: Any, example: Example) -> list[Row]:
         and key not in ("self", "timestep", *values)
     ]
     if needed:
-        raise CheckpointError(
-            f"{type(denoiser).__name__} alone has no random {' and '.join(needed)} here: give the "
-            "directory of its pipeline, with a model_index.json"
-        )
+        raise _needs_its_pipeline(denoiser, f"has no random {' and '.join(needed)}")
     call = {key: value for key, value in values.items() if key in known}
     levels = torch.linspace(1, 999, NOISE_LEVELS).round().long()
     return [{**call, "timestep": level.reshape(1)} for level in levels]

@@ -213,6 +213,16 @@ def test_a_unet_alone_runs_on_random_latents(folder, tmp_path):
         truncate(source, base=folder / "unet", data=["a cross"], ratio=3, settings=FEW)
 
 
+def test_a_pipeline_that_refuses_to_draw_is_an_error_of_one_line(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("Invalid sample size")
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "check_inputs", refuse)
+    source = open_checkpoint(folder / "style.safetensors", carry=True)
+    with pytest.raises(CheckpointError, match="Pipeline draws no image: Invalid sample size"):
+        truncate(source, base=folder / "pipeline", data=["a cross"], ratio=3, settings=FEW)
+
+
 def test_prompts_are_repeated_with_other_seeds_until_there_are_enough():
     items = prompts_to_draw(["a", "b"])
     assert len({item.number for item in items}) == len(items) == 240
