@@ -534,8 +534,7 @@ class AnswerGoal(ShareGoal):
 
         Where none does, the largest of those that were measured.
         """
-        # A small variant is soon solved, and says how far the guess is right.
-        self.sizes.variant_near_loss(self._loss_at(FIRST_ANSWERS), max_measured=1)
+        self._measure_first()
         for _ in range(MAX_TARGETS):
             self._learn(self.sizes.measured.values())
             n_measured = len(self.sizes.measured)
@@ -551,9 +550,13 @@ class AnswerGoal(ShareGoal):
 
     def trained(self) -> CompressedVariant:
         """Return the smallest trained variant that is estimated to keep the answers."""
-        self.sizes.variant_near_loss(AIM * self.allowed_loss / self._residual_guess())
+        self._measure_first()
         self._learn(self.sizes.measured.values())
         return super().trained()
+
+    def _measure_first(self) -> None:
+        """Measure a small variant, which is soon solved and says how far the guess is right."""
+        self.sizes.variant_near_loss(self._loss_at(FIRST_ANSWERS), max_measured=1)
 
     def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
         """Train a variant, and learn from its answers which share keeps enough."""

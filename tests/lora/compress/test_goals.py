@@ -328,6 +328,15 @@ def test_trained_versions_keep_the_answers_by_what_trained_ones_answered(fall, m
     assert 0.895 <= answers_of(result, fall) < 0.96
 
 
+@pytest.mark.parametrize("way", ["trained", "untrained"])
+def test_the_first_version_is_small_since_the_slope_is_a_guess(way, monkeypatch):
+    """By the guess all that keep the answers are large, whose shapes take longest to solve."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    goal = answer_goal_of(Answering([0.2, 0.8], 0.5, n_texts=1000))
+    getattr(goal, way)()
+    assert 20.0 / next(iter(goal.sizes.measured)) == pytest.approx((np.log(2) / 8.0) ** 2, rel=0.1)
+
+
 def test_a_trained_version_that_answers_better_than_its_loss_says_is_enough(monkeypatch):
     """It loses more than untrained ones may, but of the answers it was asked for it keeps them."""
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
