@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WRITTEN_BIAS: dict[str, tuple[float, float, int]] = {
-    WRITTEN: (-0.019, 0.033, 3),
+    WRITTEN: (-0.056, 0.071, 4),
     CONTINUED: (-0.06, 0.075, 4),
 }
 """Mean and spread, and the number of tasks they were measured on, of the share estimated on texts
