@@ -197,6 +197,7 @@ class ShareGoal:
         self.searched = search_shapes(plans, statistics=variants.statistics)
         self.sizes = MeasuredSizes(self.full_size, self._expected_error, self._measure)
         self.excess_loss = 0.0
+        self._trained: list[CompressedVariant] = []
         self._pruning_searches: list[PruningSearch] = []
 
     @property
@@ -286,7 +287,7 @@ class ShareGoal:
         untrained_loss = 1.0 - share_kept(first.distillation.before)
         residual = max(loss_of(first), MIN_LOSS) / max(untrained_loss, MIN_LOSS)
         start = self.sizes.variant_near_loss(AIM * self.allowed_loss / residual)
-        larger = self._train(start, MAX_TRAINED + 2)
+        larger = self._train(start)
         return larger if loss_of(larger) < loss_of(variant) else None
 
     def _larger_untrained(self, variant: CompressedVariant) -> CompressedVariant | None:
@@ -316,7 +317,7 @@ class ShareGoal:
         """Return the smallest trained variant that keeps the share, or else an untrained one."""
         trained: list[CompressedVariant] = []
         residuals: list[float] = []
-        for number in range(1, MAX_TRAINED + 2):
+        for _ in range(MAX_TRAINED + 1):
             # 1. Of a loss of this size, training should leave about the allowed loss.
             is_missed = bool(trained) and not any(map(self._passes, trained))
             aim = AIM**2 if is_missed else AIM
@@ -325,7 +326,7 @@ class ShareGoal:
                 break
             # 2. Train a variant with that loss.
             variant = self.sizes.variant_near_loss(loss)
-            result = self._train(variant, number)
+            result = self._train(variant)
             trained.append(result)
             # 3. Learn what share of a loss training leaves here.
             residuals.append(max(loss_of(result), MIN_LOSS) / max(loss_of(variant), MIN_LOSS))
@@ -362,9 +363,10 @@ class ShareGoal:
         total_size = self.sizes.size_at_loss(loss) + self.head_bytes
         return total_size * MIN_SAVING <= min(passing_sizes)
 
-    def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
+    def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant until it keeps a little more than the share, or to the last step."""
         ratio = variant.compression.totals.ratio
+        number = len(self._trained) + 1
         stage_prefix = f"training {number}, {ratio:.3g} times fewer numbers: "
         stop_at = self.target_share + EARLY_STOP_MARGIN * self.allowed_loss
         result = self.variants.train(variant, stage_prefix, stop_at)
@@ -372,6 +374,7 @@ class ShareGoal:
         # do so, it goes on.
         if not self._passes_surely(result) and result.stopped_early(stop_at):
             result = self.variants.train(variant, stage_prefix)
+        self._trained.append(result)
         return result
 
     def _pruned_and_trained(self, result: CompressedVariant) -> CompressedVariant:
@@ -505,7 +508,6 @@ class AnswerGoal(ShareGoal):
         self.target_answers = target_answers
         is_classifier = variants.evaluator.source.head in EXAMPLE_HEADS
         self.slope = SLOPE_GUESS_CLASSIFIER if is_classifier else SLOPE_GUESS
-        self._trained: list[CompressedVariant] = []
         needed = 1.0 - self._loss_at(target_answers)
         super().__init__(variants, search_shapes, needed, plan_options)
 
@@ -558,10 +560,9 @@ class AnswerGoal(ShareGoal):
         """Measure a small variant, which is soon solved and says how far the guess is right."""
         self.sizes.variant_near_loss(self._loss_at(FIRST_ANSWERS), max_measured=1)
 
-    def _train(self, variant: CompressedVariant, number: int) -> CompressedVariant:
+    def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant, and learn from its answers which share keeps enough."""
-        result = super()._train(variant, number)
-        self._trained.append(result)
+        result = super()._train(variant)
         self._learn(self._trained)
         return result
 

@@ -126,12 +126,10 @@ def test_a_training_that_ended_early_goes_on_where_what_it_left_keeps_enough_by_
             return replace(result, behaviour=replace(result.behaviour, kl=lost))
 
     goal = goal_of(StopsEarly([0.2, 0.8], 8.0, std_error=0.006))
-    trained = goal._train(goal.sizes.variant_near_loss(0.2), 1)
+    trained = goal._train(goal.sizes.variant_near_loss(0.2))
     assert trained.behaviour.kept == pytest.approx(0.97)
     exact = goal_of(StopsEarly([0.2, 0.8], 8.0))
-    assert exact._train(exact.sizes.variant_near_loss(0.2), 1).behaviour.kept == pytest.approx(
-        0.953
-    )
+    assert exact._train(exact.sizes.variant_near_loss(0.2)).behaviour.kept == pytest.approx(0.953)
 
 
 def test_where_two_trainings_miss_one_more_is_aimed_by_the_worse_of_them():
