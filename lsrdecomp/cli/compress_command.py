@@ -138,8 +138,8 @@ def compress(
     Truncated SVD has one threshold over all layers. ADAPTER may then be a directory of LoRA files,
     each of which is compressed; --dry-run shows the error of other sizes, --verbose every layer.
 
-    --distill trains at most two sizes, and the smallest that keeps the share is written; if none
-    does, the untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
+    --distill trains two sizes at most, a third if neither keeps what is asked, and writes the
+    smallest that does; if none does, the smallest untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
     storage.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A
