@@ -139,8 +139,8 @@ def compress(
     each of which is compressed; --dry-run shows the error of other sizes, --verbose every layer.
 
     --distill trains two sizes at most, a third if neither keeps what is asked, and writes the
-    smallest that does; if none does, the smallest untrained one. Exit code 1, and nothing written, if --rtol cannot be met in this
-    storage.
+    smallest that does; if none does, the smallest untrained one. Exit code 1, and nothing written,
+    if --rtol cannot be met in this storage.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A
     killed run resumes when it is started again, also with another ratio: what was solved is stored

@@ -14,6 +14,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.lora.base.heads import EXAMPLE_HEADS
 from lsrdecomp.lora.compress.prunings import PruningSearch
 from lsrdecomp.lora.compress.size_search import (
+    MAX_LOSS_DEFICIT,
     MAX_MEASURED,
     MIN_LOSS,
     SAFETY,
@@ -553,7 +554,14 @@ class AnswerGoal(ShareGoal):
     def trained(self) -> CompressedVariant:
         """Return the smallest trained variant that is estimated to keep the answers."""
         self._measure_first()
-        self._learn(self.sizes.measured.values())
+        # One count says little of the slope: look where it points to before a training is spent.
+        for _ in range(MAX_TARGETS):
+            before = self.allowed_loss
+            self._learn(self.sizes.measured.values())
+            if before / MAX_LOSS_DEFICIT <= self.allowed_loss <= before * MAX_LOSS_DEFICIT:
+                break
+            loss = AIM * self.allowed_loss / self._residual_guess()
+            self.sizes.variant_near_loss(loss, max_measured=1)
         return super().trained()
 
     def _measure_first(self) -> None:

@@ -335,6 +335,30 @@ def test_the_first_version_is_small_since_the_slope_is_a_guess(way, monkeypatch)
     assert 20.0 / next(iter(goal.sizes.measured)) == pytest.approx((np.log(2) / 8.0) ** 2, rel=0.1)
 
 
+def test_one_lucky_count_is_not_trained_by(monkeypatch):
+    """Answers of a task begin alike: what one version gives by chance it gives to many prompts."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    variants = Answering([0.25, 1.2], 8.0, n_texts=1000)
+    answering, by_formula = variants.answering, variants.train
+    counted, trained = [], []
+
+    def lucky(variant):
+        counted.append(variant)
+        if len(counted) > 1:
+            return answering(variant)
+        behaviour = replace(answering(variant).behaviour, exact_match_rate=0.8)
+        return replace(variant, behaviour=behaviour)
+
+    def train(variant, *given, **named):
+        trained.append(1.0 - variant.behaviour.kept)
+        return by_formula(variant, *given, **named)
+
+    variants.answering, variants.train = lucky, train
+    answer_goal_of(variants).trained()
+    # Of the lucky count alone this would be 0.005.
+    assert trained[0] < 0.0015
+
+
 def test_a_trained_version_that_answers_better_than_its_loss_says_is_enough(monkeypatch):
     """It loses more than untrained ones may, but of the answers it was asked for it keeps them."""
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
