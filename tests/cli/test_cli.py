@@ -191,7 +191,8 @@ def test_a_line_that_cannot_be_read_is_told_in_the_one_voice_of_errors(line, sai
     done = run_command(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     (told,) = done.stderr.splitlines()
-    assert told.startswith(f"lsrdecomp: {said}")
+    # Typer's first versions call an argument by its name in capitals.
+    assert told.lower().startswith(f"lsrdecomp: {said}".lower())
     assert re.search(r"Try 'lsrdecomp( \w+)? -h' for help\.$", told)
 
 
