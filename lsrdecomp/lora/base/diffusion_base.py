@@ -291,7 +291,8 @@ def _check_random_rows(denoiser: Any) -> None:
         with torch.no_grad():
             denoiser(**row)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _needs_its_pipeline(denoiser, "runs on no random arguments") from error
+        why = f"runs on no random arguments ({first_line(error)})"
+        raise _needs_its_pipeline(denoiser, why) from error
 
 
 def _needs_its_pipeline(denoiser: Any, why: str) -> CheckpointError:
