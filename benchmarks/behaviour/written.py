@@ -196,13 +196,13 @@ def bias(rows: list[Row]) -> dict[str, Row]:
     """Return by how much estimates on written texts exceed the shares on real ones.
 
     Tasks count alike, however many rows they have. The spread is the root of the mean square about
-    the mean, over rows.
+    the mean, over rows. Rows of ``--redraw`` do not count: they are what the bias is tested on.
     """
     found = {}
     for arm in ("few", "none"):
         differences: dict[str, list[float]] = {}
         for row in rows:
-            if row["arm"] == arm:
+            if row["arm"] == arm and row["seed"] == row["compressed_by"]:
                 difference = row["estimate"]["kept"] - row["real"]["kept"]
                 differences.setdefault(row["task"], []).append(difference)
         if not differences:

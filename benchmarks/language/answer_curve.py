@@ -1,14 +1,15 @@
 """Whole answers kept against bytes: a LoRA compressed by LSR and by truncated SVD.
 
     python -m benchmarks.language.answer_curve --lora e2e --data train.jsonl --held held.jsonl \\
-        --work answer-curve-work [--bytes 8000 30000 60000 120000 240000] [--task E2E]
+        --work answer-curve-work [--bytes 8000 30000 60000 120000 240000] [--task E2E] [--seed 1]
 
 A row is a version: its bytes, and to how many fresh prompts its greedy answer is the LoRA's, word
 for word. LSR is found in the Fisher norm of 64 texts of ``--data``, as ``compress --base --bytes``
 finds it; distilled, it is then trained, as by ``--distill 60``. Truncated SVD is what ``compress
 --bytes`` writes without a base: the best number of bits in each layer. The LoRA itself is stored in
 int8 and int4. Other methods leave out a part of LSR: the norm, Kronecker products, or integers.
-Rows are added as they come; a stopped run goes on. At the end one number for each curve is printed.
+Another seed reads other texts for the norm, and answers the same fresh prompts. Rows are added as
+they come; a stopped run goes on. At the end one number for each curve is printed.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class AnswerCurve:
         self.task: str = arguments.task
         self.seed: int = arguments.seed
         self.out: Path = arguments.out
-        self.work: Path = arguments.work / arguments.task
+        self.work: Path = arguments.work / f"{arguments.task}-{arguments.seed}"
         self.work.mkdir(parents=True, exist_ok=True)
         self.record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
         self.lora: Path = arguments.lora
         self.checkpoint = open_checkpoint(arguments.lora)
-        self.texts = read_examples(arguments.data)[:N_TEXTS]
+        first = self.seed * N_TEXTS
+        self.texts = read_examples(arguments.data)[first : first + N_TEXTS]
         self.evaluator = Evaluator(arguments.base, arguments.lora, self.texts)
         fresh = read_examples(arguments.held)[:N_FRESH]
         self.meter = Meter(self.evaluator.source, fresh, self.evaluator.settings)
@@ -145,7 +147,7 @@ def main() -> None:
     )
     methods = [*STORED, SVD, LSR, DISTILLED, *ABLATED]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="which 240 texts of the data are read")
     parser.add_argument("--work", type=Path, default=Path("answer-curve-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "answer_curve.json")
     arguments = parser.parse_args()
@@ -155,7 +157,7 @@ def main() -> None:
         budgets = [0] if method in STORED else arguments.bytes
         for budget in budgets:
             curve.add(method, budget)
-    rows = rows_of_task(curve.record, arguments.task)
+    rows = rows_of_task(curve.record, arguments.task, arguments.seed)
     for method in (LSR, DISTILLED):
         if sum(row["method"] == method for row in rows) > 1:
             ratio = mean_size_ratio(rows, method)

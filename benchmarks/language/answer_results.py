@@ -24,9 +24,9 @@ STORED = {"the LoRA in int8": "int8", "the LoRA in int4": "int4"}
 Row = dict[str, Any]
 
 
-def rows_of_task(record: dict[str, Any], task: str = E2E) -> list[Row]:
-    """Return the rows of one task."""
-    return [row for row in record["rows"] if row["task"] == task]
+def rows_of_task(record: dict[str, Any], task: str = E2E, seed: int = 0) -> list[Row]:
+    """Return the rows of one task and one draw of its texts."""
+    return [row for row in record["rows"] if (row["task"], row["seed"]) == (task, seed)]
 
 
 def mean_size_ratio(rows: Sequence[Row], method: str, reference: str = SVD) -> float:

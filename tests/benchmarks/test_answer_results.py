@@ -5,8 +5,9 @@ import pytest
 from benchmarks.language.answer_results import LSR, SVD, mean_size_ratio, rows_of_task
 
 
-def row(method, size, n_matching, task="E2E"):
-    return {"task": task, "method": method, "bytes": size, "n_matching": n_matching}
+def row(method, size, n_matching, task="E2E", seed=0):
+    facts = {"task": task, "method": method, "seed": seed}
+    return facts | {"bytes": size, "n_matching": n_matching}
 
 
 def test_a_curve_of_half_the_size_has_a_ratio_of_a_half():
@@ -39,7 +40,8 @@ def test_curves_without_a_common_count_of_answers_are_refused():
         mean_size_ratio(rows[:3], LSR)
 
 
-def test_rows_are_those_of_one_task():
-    record = {"rows": [row(SVD, 1, 1), row(SVD, 2, 2, task="sums")]}
+def test_rows_are_those_of_one_task_and_one_draw_of_its_texts():
+    record = {"rows": [row(SVD, 1, 1), row(SVD, 2, 2, task="sums"), row(SVD, 1, 3, seed=1)]}
     assert rows_of_task(record) == [record["rows"][0]]
     assert rows_of_task(record, "sums") == [record["rows"][1]]
+    assert rows_of_task(record, seed=1) == [record["rows"][2]]
