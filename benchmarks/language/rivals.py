@@ -5,8 +5,9 @@
         --work rivals-work [--task E2E] [--out rivals.json]
 
 Every method learns the LoRA's answers to the same texts for the same number of steps. Then its
-numbers are stored in few bits, and it is judged on held-out texts that nothing else saw:
-1 − KL / effect. `benchmarks.language.rival_methods` says what the methods are and how their bytes
+numbers are stored in few bits, and it is judged on held-out texts that nothing else saw: 1 − KL /
+effect, and to how many of 64 fresh prompts the greedy answer is the LoRA's, word for word; older
+rows lack that. `benchmarks.language.rival_methods` says what the methods are and how their bytes
 are counted.
 
 The learning rate is bracketed at each size, by one rule for all: with the first seed, rates a
@@ -166,7 +167,7 @@ def run(subject: Subject, method: str, budget: int, seed: int, steps: int, rate:
         "rate": rate,
         "bytes": rival.bytes,
         "numbers": rival.numbers,
-        **judged(subject.reference, stored),
+        **judged(subject, stored),
     }
     row["cpu_seconds"] = round(time.process_time() - begin, 1)
     return row
@@ -183,7 +184,7 @@ def untrained(subject: Subject, method: str, budget: int) -> Row:
         "steps": 0,
         "rate": None,
         "bytes": bytes_to_open(written / WEIGHTS),
-        **judged(subject.reference, load_base(subject.base, written)),
+        **judged(subject, load_base(subject.base, written)),
     }
     row["cpu_seconds"] = round(time.process_time() - begin, 1)
     return row

@@ -24,11 +24,15 @@ from lsrdecomp.lora.base.open_bases import load_base
 from lsrdecomp.lora.files import Checkpoint, content_key, open_checkpoint
 from lsrdecomp.lora.files.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.lora.measure.evaluator import LORA_SCALE
+from lsrdecomp.lora.measure.output_meter import Meter
+from lsrdecomp.lora.search.measured_settings import EvaluatorSettings
 
 BATCH = 4
 """Texts of a training step."""
 MEASURING_BATCH = 8
 """Texts that are measured at a time."""
+ANSWERED = 64
+"""Held-out prompts that are answered in whole."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Subject:
     lessons : sequence of Lesson
         What is learned, `BATCH` texts each.
     reference : Reference
-        The LoRA's answers to held-out texts.
+        The LoRA's outputs on held-out texts.
+    answers : Meter
+        The LoRA's own answers to `ANSWERED` of them.
     task_statistics : Path
         Statistics of the layers on texts of the task.
     base_statistics : Path
@@ -69,6 +75,7 @@ class Subject:
     source: Base
     lessons: Sequence[Lesson]
     reference: Reference
+    answers: Meter
     task_statistics: Path
     base_statistics: Path
 
@@ -114,7 +121,8 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
     torch.set_num_threads(1)
     source = load_base(arguments.base, arguments.lora)
     texts = read_examples(arguments.data)[: arguments.texts]
-    held_out = read_examples(arguments.held)[: arguments.examples]
+    fresh = read_examples(arguments.held)
+    held_out = fresh[: arguments.examples]
     others: list[PromptExample] = []
     for file in arguments.other:
         others += read_examples(file)[: arguments.samples]
@@ -129,7 +137,8 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
         _calibrate(source, texts[: arguments.samples], task_statistics)
     with without_delta(source.model):
         _calibrate(source, others, base_statistics, answers="all")
-    # 2. The LoRA's answers: to held-out texts, and to those that are learned.
+    # 2. The LoRA's outputs: on held-out texts, in its own answers, and on texts that are learned.
+    answers = Meter(source, fresh[:ANSWERED], EvaluatorSettings(batch=MEASURING_BATCH))
     reference = Reference(source, prompt_batches(source, held_out, size=MEASURING_BATCH, seed=0))
     lessons: list[Lesson] = []
     for batch in prompt_batches(source, texts, size=BATCH, seed=0):
@@ -142,6 +151,7 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
         source,
         lessons,
         reference,
+        answers,
         task_statistics,
         base_statistics,
     )
@@ -158,12 +168,16 @@ def _calibrate(
     calibrate(source, list(batches), out=out, seed=0, samples=samples, effect=False)
 
 
-def judged(reference: Reference, written: Base) -> dict[str, Any]:
-    """Return the share kept, and the nats lost on each held-out text, by which rivals compare."""
-    lost, n_matching, _ = reference.compare_examples(written)
+def judged(subject: Subject, written: Base) -> dict[str, Any]:
+    """Return the share kept, whole answers, and the nats lost on each held-out text."""
+    reference = subject.reference
+    lost, n_equal_tokens, _ = reference.compare_examples(written)
+    matches = subject.answers.whole_answers(written)
     return {
         "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
         "error": ratio_standard_error(lost, reference.effects),
-        "agreement": float(n_matching.sum() / reference.counts.sum()),
+        "agreement": float(n_equal_tokens.sum() / reference.counts.sum()),
+        "answered": matches.answered,
+        "n_matching": matches.n_matching,
         "lost": [round(loss, 3) for loss in lost.tolist()],
     }
