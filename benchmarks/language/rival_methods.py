@@ -78,6 +78,9 @@ PIECE = 96
 """Numbers of one vector of VB-LoRA's bank: a divisor of the sides of the layers."""
 SPLITS = [(high, low) for high in range(3) for low in range(5 - high)]
 """Directions of a layer that LoRAQuant writes in more bits and in one."""
+LARGE = 60_000
+"""Bytes from which on it may write all directions of a LoRA of rank 8, in `LARGE_SPLITS`."""
+LARGE_SPLITS = [(high, low) for high in range(9) for low in range(9 - high)]
 RANK_ONE_SPLITS = [(0, 0), (1, 0)]
 
 
@@ -602,7 +605,8 @@ def make_rival(subject: Subject, method: str, budget: int, seed: int, name: str)
     if method == "XS":
         return cores(subject, singular_vectors(subject), budget)
     if method == "LoRAQuant":
-        return own_directions(subject, budget, SPLITS, (2, 3))
+        splits = SPLITS if budget < LARGE else LARGE_SPLITS
+        return own_directions(subject, budget, splits, (2, 3))
     if method == "Rank one":
         return own_directions(subject, budget, RANK_ONE_SPLITS, (4,))
     return from_peft(subject, method, budget, seed)
