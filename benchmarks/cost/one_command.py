@@ -28,13 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from benchmarks import record as records
@@ -42,9 +42,15 @@ from benchmarks.record import RESULTS
 from lsrdecomp.lora.files.progress import ProgressUpdate
 from lsrdecomp.lora.train.finetune_record import commit
 
+if TYPE_CHECKING:
+    from lsrdecomp.lora.base.dataset import TextPair
+    from lsrdecomp.lora.base.texts import Item
+
 PROMPTS = 400
 SENTENCES = 600
 """Texts that a command is given, of a language model's task and of reviews."""
+FURTHER = 1000
+"""Reviews that judge what was made with others."""
 NORM_TASKS = ("e2e", "extraction", "arithmetic")
 STRENGTHS = (1.0, 0.4, 0.2, 0.1)
 """Tasks, and strengths of the LoRA during calibration, that `--norms` compares."""
@@ -74,6 +80,7 @@ ANSWERS_90 = ("--keep-answers", "0.9")
 ANSWERS_90_TRAINED = (*ANSWERS_90, "--distill", "60")
 COMMANDS = {
     "demo keep .8": Command(REVIEWS, ("--keep", "0.8")),
+    "demo answers .9": Command(REVIEWS, ANSWERS_90),
     "smollm2 keep .9": Command("e2e", ("--keep", "0.9")),
     "smollm2 keep .95 distill 60": Command("e2e", KEEP_95),
     "smollm2 sums keep .95 distill 60": Command("arithmetic", KEEP_95),
@@ -248,14 +255,26 @@ def draw_prompts(task: str, draw: int, arguments: argparse.Namespace, out: Path)
     """Write the texts that a command is given; return their number."""
     generator = random.Random(draw)
     if task == REVIEWS:
-        lines = arguments.reviews.read_text(encoding="utf-8").splitlines()[1:]
-        texts = [line.split("\t")[0].strip() for line in generator.sample(lines, SENTENCES)]
+        texts = generator.sample(read_reviews(arguments), SENTENCES)
     else:
         prompts = arguments.tasks / task / "train.jsonl"
         lines = prompts.read_text(encoding="utf-8").splitlines()
         texts = generator.sample(lines, min(PROMPTS, len(lines)))
     out.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return len(texts)
+
+
+def read_reviews(arguments: argparse.Namespace) -> list[str]:
+    """Return the sentences of the reviews."""
+    lines = arguments.reviews.read_text(encoding="utf-8").splitlines()[1:]
+    return [line.split("\t")[0].strip() for line in lines]
+
+
+def further_reviews(given: Path, draw: int, arguments: argparse.Namespace) -> list[TextPair]:
+    """Draw reviews that a command was not given."""
+    known = set(given.read_text(encoding="utf-8").splitlines())
+    others = [review for review in read_reviews(arguments) if review not in known]
+    return [(review, None) for review in random.Random(draw).sample(others, FURTHER)]
 
 
 def measured(name: str, draw: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -276,9 +295,14 @@ def measured(name: str, draw: int, arguments: argparse.Namespace, folder: Path) 
         text=True,
         check=True,
     )
-    found = None
-    if not is_review:
-        found = on_further_texts(base, lora, out, arguments.tasks / command.task / "held.jsonl")
+    from lsrdecomp.lora.base.dataset import read_examples
+
+    further: Sequence[Item]
+    if is_review:
+        further = further_reviews(data, draw, arguments)
+    else:
+        further = read_examples(arguments.tasks / command.task / "held.jsonl")
+    found = on_further_texts(base, lora, out, further)
     return {
         "name": name,
         "seed": draw,
@@ -296,6 +320,7 @@ def written(out: Path) -> dict[str, Any]:
     record = json.loads((out / "compression.json").read_text(encoding="utf-8"))
     estimate = record["promise"]
     measures = ("asked", "kept", "standard_error", "kl", "effect", "agreement", "distilled")
+    measures += ("answered", "alike")
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
     # Trainings and prunings, the last one first.
     changes: list[dict[str, Any]] = []
@@ -318,15 +343,16 @@ def written(out: Path) -> dict[str, Any]:
     }
 
 
-def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> dict[str, Any]:
+def on_further_texts(
+    base: str, lora: Path | None, out: Path, texts: Sequence[Item]
+) -> dict[str, Any]:
     """Return what a written directory keeps on texts that the command did not have.
 
     Divergences are those on the texts' own completions. Whole answers are the LoRA's own, to as
-    many of the prompts as `compress` asks.
+    many of the prompts as `compress` asks; of a classifier its class, to all texts.
     """
     import torch
 
-    from lsrdecomp.lora.base.dataset import read_examples
     from lsrdecomp.lora.base.open_bases import open_base
     from lsrdecomp.lora.measure.evaluator import EvaluatorSettings
     from lsrdecomp.lora.measure.output_meter import Meter
@@ -334,7 +360,7 @@ def on_further_texts(base: str, lora: Path | None, out: Path, texts: Path) -> di
     torch.set_num_threads(1)
     plain = open_base(base, str(lora))
     source, compressed = plain.with_adapter(str(lora)), plain.with_adapter(out)
-    meter = Meter(source, read_examples(texts), EvaluatorSettings())
+    meter = Meter(source, texts, EvaluatorSettings())
     behaviour = meter.compare(compressed)
     measures = ("examples", "kept", "standard_error", "agreement", "exact_match_rate")
     on_completions = {key: getattr(behaviour, key) for key in measures}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 
@@ -84,6 +85,20 @@ def test_what_a_row_reads_is_what_compress_writes(tmp_path):
     row = one_command.written(result.save(tmp_path / "out"))
     assert row["kept"] == result.fidelity.kept
     assert row["bytes"] == result.fidelity.bytes_after
+    assert (row["answered"], row["alike"]) == (result.fidelity.answered, result.fidelity.n_matching)
     assert row["weight_bytes"] == (tmp_path / "out" / "adapter_model.safetensors").stat().st_size
     assert row["directory_bytes"].keys() >= {"README.md", "adapter_config.json"}
     assert row["tried"][0]["steps"] == 4
+
+
+def test_reviews_that_judge_are_none_that_the_command_had(tmp_path, monkeypatch):
+    reviews = tmp_path / "train.tsv"
+    lines = [f"review {i}\t{i % 2}" for i in range(40)]
+    reviews.write_text("\n".join(["sentence\tlabel", *lines]))
+    monkeypatch.setattr(one_command, "SENTENCES", 30)
+    monkeypatch.setattr(one_command, "FURTHER", 10)
+    arguments, given = Namespace(reviews=reviews), tmp_path / "given.txt"
+    assert one_command.draw_prompts(one_command.REVIEWS, 1, arguments, given) == 30
+    further = one_command.further_reviews(given, 1, arguments)
+    every = {*given.read_text().splitlines(), *(text for text, _ in further)}
+    assert every == {f"review {i}" for i in range(40)}
