@@ -8,10 +8,12 @@ other with the variant that the pass before found. A `Goal` is that of one pass.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.lora.base.heads import EXAMPLE_HEADS
+from lsrdecomp.lora.compress.answer_model import EXPONENT, AnswerModel, Counted
 from lsrdecomp.lora.compress.prunings import PruningSearch
 from lsrdecomp.lora.compress.size_search import (
     MAX_LOSS_DEFICIT,
@@ -28,7 +30,7 @@ from lsrdecomp.lora.search.plan import CompressionPlan
 from lsrdecomp.lora.search.searched import HEADER_BYTES, SearchedAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lsrdecomp.lora.compress.variants import CompressedVariant, VariantCache
     from lsrdecomp.lora.measure.fidelity import Fidelity
@@ -80,13 +82,11 @@ PRUNED_RESIDUAL = 0.8
 is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each. It is above these: what fails is
 trained for nothing, and what keeps too much is pruned once more."""
 
-SLOPE_GUESS = 8.0
-"""Fall of the logarithm of the share of whole answers with the root of the lost share of the
-effect, until answers were counted; 6 to 9 for E2E (SmolLM2), whose answers have 25 words."""
-SLOPE_GUESS_CLASSIFIER = 0.25
+COEFFICIENT_GUESS = 8.0
+"""Coefficient of an `AnswerModel`, until answers were counted; 6 to 9 for E2E (SmolLM2), whose
+answers have 25 words."""
+COEFFICIENT_GUESS_CLASSIFIER = 0.25
 """The same for classes; 0.25 for the demo."""
-MIN_ANSWERS = 0.25
-"""Variants that keep a smaller share of answers say little about those that keep most; by hand."""
 FIRST_ANSWERS = 0.5
 """Share of answers that the first variant is aimed at; by hand."""
 MAX_TARGETS = 3
@@ -484,10 +484,8 @@ class ShareGoal:
 class AnswerGoal(ShareGoal):
     """The goal of whole answers: that of a share of the effect, which moves until they are kept.
 
-    An answer changes where a token's runner-up overtakes it, and how far logits move grows as the
-    root of the divergence. So of variants that lose a share l of the effect on the LoRA's own
-    answers, about exp(−slope · l^½) of the answers stay. The slope is estimated from all variants
-    that were measured, which is surer than the count of one, and says which share keeps enough.
+    An `AnswerModel` says which share keeps enough, from all variants that were measured: that is
+    surer than the count of one.
 
     Parameters
     ----------
@@ -508,29 +506,25 @@ class AnswerGoal(ShareGoal):
     ) -> None:
         self.target_answers = target_answers
         is_classifier = variants.evaluator.source.head in EXAMPLE_HEADS
-        self.slope = SLOPE_GUESS_CLASSIFIER if is_classifier else SLOPE_GUESS
-        needed = 1.0 - self._loss_at(target_answers)
+        guess = COEFFICIENT_GUESS_CLASSIFIER if is_classifier else COEFFICIENT_GUESS
+        self.model = AnswerModel(guess)
+        needed = 1.0 - self.model.loss_at(target_answers)
         super().__init__(variants, search_shapes, needed, plan_options)
 
-    def _loss_at(self, answers: float) -> float:
-        """Return the lost share of the effect at which so many answers are estimated to stay."""
-        return min(1.0, (-math.log(answers) / self.slope) ** 2)
-
-    def _learn(self, variants: Iterable[CompressedVariant], *more: tuple[float, float]) -> None:
-        """Estimate the slope from the answers of some variants, and from other falls and losses.
-
-        Each of ``more`` is how far the logarithm of the share of answers fell, and the root of the
-        lost share of the effect.
-        """
-        falls = list(more)
-        for variant in variants:
+    def _learn(self, *more: Counted) -> None:
+        """Estimate from the answers of all variants that were measured, and from more of them."""
+        counted = list(more)
+        for variant in (*self.sizes.measured.values(), *self._trained_variants()):
             examples = variant.behaviour.examples
-            answers = variant.behaviour.same_answers or 0.0
-            if answers >= MIN_ANSWERS:
-                falls.append((_fall(answers * examples, examples), _root_loss(variant)))
-        if falls:
-            self.slope = sum(fall for fall, _ in falls) / sum(root for _, root in falls)
-        self.target_share = 1.0 - self._loss_at(self.target_answers)
+            n_matching = (variant.behaviour.same_answers or 0.0) * examples
+            counted.append(Counted(n_matching, examples, _positive_loss(variant)))
+        self.model = replace(self.model, counted=tuple(counted))
+        self.target_share = 1.0 - self.model.loss_at(self.target_answers)
+
+    def _trained_variants(self) -> list[CompressedVariant]:
+        """Return the variants that were trained, and their prunings, each once."""
+        tried = [each for search in self._pruning_searches for each in search.tried.values()]
+        return list({id(each): each for each in (*self._trained, *tried)}.values())
 
     def untrained(self) -> CompressedVariant:
         """Return the smallest variant that is estimated to keep the answers without training.
@@ -539,7 +533,7 @@ class AnswerGoal(ShareGoal):
         """
         self._measure_first()
         for _ in range(MAX_TARGETS):
-            self._learn(self.sizes.measured.values())
+            self._learn()
             n_measured = len(self.sizes.measured)
             try:
                 variant = self.sizes.smallest(
@@ -557,7 +551,7 @@ class AnswerGoal(ShareGoal):
         # One count says little of the slope: look where it points to before a training is spent.
         for _ in range(MAX_TARGETS):
             before = self.allowed_loss
-            self._learn(self.sizes.measured.values())
+            self._learn()
             if before / MAX_LOSS_DEFICIT <= self.allowed_loss <= before * MAX_LOSS_DEFICIT:
                 break
             loss = AIM * self.allowed_loss / self._residual_guess()
@@ -566,12 +560,12 @@ class AnswerGoal(ShareGoal):
 
     def _measure_first(self) -> None:
         """Measure a small variant, which is soon solved and says how far the guess is right."""
-        self.sizes.variant_near_loss(self._loss_at(FIRST_ANSWERS), max_measured=1)
+        self.sizes.variant_near_loss(self.model.loss_at(FIRST_ANSWERS), max_measured=1)
 
     def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant, and learn from its answers which share keeps enough."""
         result = super()._train(variant)
-        self._learn(self._trained)
+        self._learn()
         return result
 
     def replacement(
@@ -586,21 +580,20 @@ class AnswerGoal(ShareGoal):
         """
         if not held_out.is_missed:
             return None
-        fall = _fall(held_out.n_matching, held_out.answered)
-        root_loss = _root_loss(variant)
+        counted = Counted(held_out.n_matching, held_out.answered, _positive_loss(variant))
         # 1. Choose among those that were trained and pruned.
-        self._learn([*self.sizes.measured.values(), *self._trained], (fall, root_loss))
-        pruned = [each for search in self._pruning_searches for each in search.tried.values()]
+        self._learn(counted)
         passing = [
             each
-            for each in (*self._trained, *pruned)
+            for each in self._trained_variants()
             if loss_of(each) < min(loss_of(variant), self.allowed_loss)
         ]
         if passing:
             return min(passing, key=self._total_size)
         # 2. Make a larger one.
-        self.slope = max(self.slope, fall / root_loss)
-        self.target_share = 1.0 - self._loss_at(self.target_answers)
+        needed = -math.log(self.target_answers) / counted.fall
+        loss = counted.loss * needed ** (1.0 / EXPONENT[0])
+        self.target_share = max(self.target_share, 1.0 - loss)
         if variant.steps:
             return self._larger_trained(variant)
         return self._larger_untrained(variant)
@@ -614,13 +607,5 @@ class AnswerGoal(ShareGoal):
         )
 
 
-def _fall(n_matching: float, answered: int) -> float:
-    """Return how far the logarithm of the share of answers has fallen.
-
-    Half an answer more and less, so that all of a few are not taken for all of many.
-    """
-    return -math.log((n_matching + 0.5) / (answered + 1.0))
-
-
-def _root_loss(variant: CompressedVariant) -> float:
-    return math.sqrt(max(loss_of(variant), MIN_LOSS))
+def _positive_loss(variant: CompressedVariant) -> float:
+    return max(loss_of(variant), MIN_LOSS)

@@ -38,8 +38,10 @@ INSET = 0.15
 MAX_REDUCTION = 4096.0
 """Search no variant that is more than this many times smaller than the LoRA."""
 
-MAX_PLACED = 2
-"""Maximum variants measured to find one near the loss that training makes good."""
+MAX_PLACED = 4
+"""Maximum variants measured to find one near the loss that training makes good; each costs a tenth
+of a training. Of a LoRA for tickets (SmolLM2) two were not enough, and the best of them was eight
+times too large."""
 MAX_LOSS_DEFICIT = 1.3
 """Accept a variant that loses up to this many times less than that."""
 MAX_LOSS_EXCESS = 1.05

@@ -359,6 +359,28 @@ def test_one_lucky_count_is_not_trained_by(monkeypatch):
     assert trained[0] < 0.0015
 
 
+def test_where_the_first_version_gives_all_answers_others_are_counted(monkeypatch):
+    """All of 64 say little of how many more may be lost. The answers here are those of tickets."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    variants = Answering([0.25, 0.8], 0.0)
+
+    def loses_less_than_expected(size):
+        return variants.answering(variant_of(size, loss_of_size(size) ** 1.4))
+
+    def answering(variant):
+        n_matching = round(64 * np.exp(-36.0 * (1.0 - variant.behaviour.kept) ** 1.1))
+        behaviour = replace(variant.behaviour, exact_match_rate=n_matching / 64, examples=64)
+        return replace(variant, behaviour=behaviour)
+
+    variants.measure, variants.answering = loses_less_than_expected, answering
+    goal = answer_goal_of(variants)
+    result = goal.trained()
+    first = next(iter(goal.sizes.measured.values()))
+    assert first.behaviour.same_answers > 0.98
+    assert 0.86 < result.behaviour.same_answers < 0.98
+    assert result.steps > 0
+
+
 def test_a_trained_version_that_answers_better_than_its_loss_says_is_enough(monkeypatch):
     """It loses more than untrained ones may, but of the answers it was asked for it keeps them."""
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
