@@ -42,6 +42,8 @@ MAX_PLACED = 4
 """Maximum variants measured to find one near the loss that training makes good; each costs a tenth
 of a training. Of a LoRA for tickets (SmolLM2) two were not enough, and the best of them was eight
 times too large."""
+SAME_SIZE = 0.01
+"""Measure no size that differs by a smaller share from one that was: it would lose as much."""
 MAX_LOSS_DEFICIT = 1.3
 """Accept a variant that loses up to this many times less than that."""
 MAX_LOSS_EXCESS = 1.05
@@ -164,12 +166,15 @@ class MeasuredSizes(Generic[V]):
         """Measure variants, and return the one that loses most, but hardly more than ``loss``.
 
         Where all lose more it is the one that loses least. Measuring ends early with a variant that
-        loses about as much.
+        loses about as much, and where the next would have hardly another size.
         """
         min_loss = loss / MAX_LOSS_DEFICIT
         max_loss = loss * MAX_LOSS_EXCESS
         for _ in range(max_measured):
-            variant = self._measure_size(self.size_at_loss(loss))
+            size = self.size_at_loss(loss)
+            if any(abs(size - each) < SAME_SIZE * each for each in self.measured):
+                break
+            variant = self._measure_size(size)
             if min_loss <= loss_of(variant) <= max_loss:
                 break
         variants = self.measured.values()

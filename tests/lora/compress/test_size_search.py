@@ -114,6 +114,13 @@ def test_of_two_variants_near_what_training_makes_good_the_one_that_loses_less_i
     assert sizes.variant_near_loss(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
+def test_a_size_that_was_nearly_measured_is_not_measured_again():
+    """It lost less where more shapes had been solved: so would all others near it."""
+    seen = {3115.0: losing(0.2447), 3130.0: losing(0.1)}
+    sizes = MeasuredSizes(WHOLE, lambda size: 3115.0 / size, pytest.fail, seen)
+    assert sizes.variant_near_loss(0.15) is seen[3130.0]
+
+
 def losing(share, error=ERROR):
     """A variant that loses a share."""
     return CompressedVariant(None, None, Behaviour(100, 100, "example", share, 0.9, 1.0, error))
