@@ -523,22 +523,21 @@ def _held_out_choice(
 ) -> tuple[CompressedVariant, Fidelity]:
     """Return the variant to write, and its fidelity on the held-out texts.
 
-    While the best one keeps less than was asked there, a larger one is measured as well. These
-    texts were found to be harder than the selection texts, so they show rather too little of the
-    larger one than too much.
+    While it keeps less than was asked there, a larger one is measured as well; of those that keep
+    less it is the one that keeps most. These texts were found to be harder than the selection
+    texts, so they show rather too little of the larger one than too much.
     """
-    fidelity = measure_held_out(best)
+    last, of_last = best, measure_held_out(best)
+    fidelity = of_last
     n_measured = 1
-    while n_measured <= MAX_REPLACEMENTS and fidelity.is_short:
-        larger = goal.replacement(best, fidelity)
+    while n_measured <= MAX_REPLACEMENTS and of_last.is_short:
+        larger = goal.replacement(last, of_last)
         if larger is None:
             break
-        again = measure_held_out(larger)
+        last, of_last = larger, measure_held_out(larger)
         n_measured += 1
-        if again.shortfall >= fidelity.shortfall:
-            break
-        best = larger
-        fidelity = again
+        if of_last.shortfall < fidelity.shortfall:
+            best, fidelity = last, of_last
     return best, replace(fidelity, held_out_measurements=n_measured)
 
 

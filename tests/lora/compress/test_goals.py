@@ -250,7 +250,8 @@ def test_where_held_out_texts_leave_no_loss_nothing_larger_is_made(monkeypatch):
         ([0.94, 0.95], 1, 2),
         ([0.93, 0.94, 0.96], 2, 3),
         ([0.92, 0.93, 0.94, 0.96], 2, 3),  # two replacements at most
-        ([0.94, 0.93, 0.96], 0, 2),  # the first replacement is worse
+        ([0.94, 0.93, 0.96], 2, 3),  # the first replacement is worse
+        ([0.94, 0.93, 0.92], 0, 3),  # both are
         ([0.94], 0, 1),  # no replacement
     ],
 )
