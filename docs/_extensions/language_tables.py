@@ -227,16 +227,19 @@ def by_model(results: dict[str, Any]) -> Table:
 def written_texts(results: dict[str, Any]) -> Table:
     """Tabulate shares kept on real texts by the texts of compression, and what those estimated."""
     arms = {"real": "100 prompts", "few": "five prompts", "none": "nothing"}
+    given = [*arms.values(), "five others"]
     lines = []
     for row in results["rows"]:
         if row["arm"] not in arms:
             continue
+        is_drawn_anew = row["seed"] != row["compressed_by"]
         real, estimate = (
             f"{row[name]['kept']:.3f} ± {row[name]['standard_error']:.3f}"
             for name in ("real", "estimate")
         )
-        lines.append((row["task"], arms[row["arm"]], real, estimate))
-    lines.sort(key=lambda line: (line[0], list(arms.values()).index(line[1])))
+        prompts = given[-1] if is_drawn_anew else arms[row["arm"]]
+        lines.append((row["task"], prompts, real, estimate))
+    lines.sort(key=lambda line: (line[0], given.index(line[1])))
     return ("task", "given", "kept on real texts", "estimated"), lines
 
 
