@@ -17,7 +17,7 @@ from benchmarks.language.answer_results import LSR, SVD, mean_size_ratio, rows_o
 from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
 from lsrdecomp.cli import commands as demo_commands
 from lsrdecomp.lora.base.texts import CONTINUED, WRITTEN
-from lsrdecomp.lora.measure.fidelity import WRITTEN_BIAS
+from lsrdecomp.lora.measure.fidelity import WRITTEN_BIAS, wilson_interval
 from lsrdecomp.precision import unit_roundoff
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -973,8 +973,26 @@ def of_draws():
     yield f"files that are {percent(geometric_mean(ratios) - 1.0)} % larger in the mean"
 
 
+def of_answer_draws():
+    rows = by_seed("demo answers .9")
+    assert len(rows) == 10
+    intervals = [wilson_interval(row["alike"], row["answered"]) for row in rows]
+    shares = [row["found"]["agreement"] for row in rows]
+    assert {row["found"]["examples"] for row in rows} == {1000}
+    pairs = zip(shares, intervals, strict=True)
+    held = sum(low <= share <= high for share, (low, high) in pairs)
+    assert held == 10
+    yield (
+        "`--keep-answers 0.9` was run on the same LoRA with ten draws of sentences. The LoRA's "
+        f"class on 1,000 further ones is kept to {short(min(shares), 3)} to "
+        f"{short(max(shares), 3)}, in ten of ten within the interval that the run printed, "
+        f"in {sum(share >= 0.9 for share in shares)} at least to 0.9"
+    )
+
+
 def in_accuracy():
     yield from of_draws()
+    yield from of_answer_draws()
     for storage in ("float32", "float16", "bfloat16"):
         roundoff = unit_roundoff(storage)
         power = str(round(math.log2(roundoff))).translate(DIGITS)

@@ -44,18 +44,6 @@ class Estimate:
         return f"{sign}{abs(self.value):.3f} ± {self.error:.3f}"
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Whole answers that are the LoRA's, of those that were compared."""
-
-    n_matching: int
-    answered: int
-
-    def __str__(self) -> str:
-        """Return both, as ``41 of 64``."""
-        return f"{self.n_matching} of {self.answered}"
-
-
 class RivalResults:
     """One task of a record of rivals.
 
@@ -118,19 +106,6 @@ class RivalResults:
         """Return the share that is kept, the mean over seeds."""
         rows = self.trained(method, budget)
         return Estimate(fmean(row["kept"] for row in rows), fmean(row["error"] for row in rows))
-
-    @property
-    def answered_budgets(self) -> list[int]:
-        """The sizes at which whole answers were counted, in bytes."""
-        return sorted({row["budget"] for row in self.rows if "answered" in row})
-
-    def answers(self, method: str, budget: int, *, trained: bool) -> Answers | None:
-        """Return how many whole answers are the LoRA's, at the rate that keeps most."""
-        rows = self.trained(method, budget) if trained else self.untrained(method, budget)
-        rows = [row for row in rows if "answered" in row]
-        if not rows:
-            return None
-        return Answers(rows[0]["n_matching"], rows[0]["answered"])
 
     def lead(self, method: str, budget: int) -> Estimate:
         """Return by how much more LSR keeps of the same held-out texts, over the seeds of both.

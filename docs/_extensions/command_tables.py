@@ -25,6 +25,8 @@ ADAPTERS = {
     "gemma-3-270m": "E2E, Gemma-3-270M",
 }
 """LoRAs as tables name them, by the beginning of a row's name."""
+DRAWS_SHOWN = 3
+"""Runs that have a line each; of more draws accuracy.md says how many keep what they print."""
 NORM_TASKS = {"e2e": "E2E", "extraction": "extraction", "arithmetic": "sums"}
 """Tasks as tables name them, by their directory."""
 
@@ -33,6 +35,8 @@ def results(record: dict[str, Any]) -> Table:
     """Tabulate what each run was asked, wrote and kept, and its processor minutes."""
     lines = []
     for row in _ordered(record):
+        if row["seed"] >= DRAWS_SHOWN:
+            continue
         further = "–"
         if row["found"]:
             further = _share(row["found"])

@@ -92,20 +92,6 @@ def whole_answers_by_task(results: dict[str, Any]) -> Table:
     return ("task", "", *map(kilobytes, budgets), "whole"), lines
 
 
-def whole_answers_at_equal_training(results: dict[str, Any]) -> Table:
-    """Tabulate how many of the E2E LoRA's whole answers each method gives, by size."""
-    of_task = RivalResults(results, "E2E")
-    budgets = of_task.answered_budgets
-    lines = []
-    for trained in (False, True):
-        for method in of_task.methods:
-            found = [of_task.answers(method, budget, trained=trained) for budget in budgets]
-            if any(found):
-                label = f"{NAMES[method]}, {'trained' if trained else 'as compressed'}"
-                lines.append((label, *(str(each) if each else "–" for each in found)))
-    return ("", *map(kilobytes, budgets)), lines
-
-
 def rates_run(results: dict[str, Any]) -> Table:
     """Tabulate the share kept at each learning rate that was run, the best in bold."""
     lines = []
@@ -295,7 +281,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-gemma": ("rivals.json", partial(kept_by_size, task="E2E", base=GEMMA)),
     "small-adapters-leads": ("rivals.json", leads),
     "whole-answers": ("answer_curve.json", whole_answers),
-    "whole-answers-at-equal-training": ("rivals.json", whole_answers_at_equal_training),
     "whole-answers-by-task": ("answer_curve.json", whole_answers_by_task),
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),
