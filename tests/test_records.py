@@ -365,15 +365,23 @@ def of_whole_answers():
         f"{ratios} of truncated SVD's bytes"
     )
     of_each = {
-        task: one_command(f"smollm2 {task} answers .9 distill 60") for task in ("tickets", "sums")
+        task: one_command(f"smollm2 {task} answers .9 distill 60")
+        for task in ("tickets", "sums", "extraction")
     }
     same = {task: row["found"]["n_matching"] for task, row in of_each.items()}
     sizes = {task: f"{row['bytes'] / 1000:.1f} kB" for task, row in of_each.items()}
+    of_extraction = {
+        row["budget"]: row["n_matching"]
+        for row in rows_of_task(record("answer_curve"), "extraction")
+        if row["method"] == SVD
+    }
+    assert same["extraction"] == of_extraction[240_000]
     yield (
         f"Trained by the command above, {sizes['tickets']} give {same['tickets']} of the 64 "
-        f"answers for tickets, where 30 kB of truncated SVD give {of_tickets[SVD, 30_000]}, and "
+        f"answers for tickets, where 30 kB of truncated SVD give {of_tickets[SVD, 30_000]}, "
         f"{sizes['sums']} give {same['sums']} for sums, where 60 kB of it give "
-        f"{of_sums[SVD, 60_000]}"
+        f"{of_sums[SVD, 60_000]}, and {sizes['extraction']} give {same['extraction']} for "
+        f"extraction, as many as 240 kB of it (in 120 kB {of_extraction[120_000]})"
     )
     every = record("answer_curve")["rows"]
     assert {row["seed"] for row in every} == {0}

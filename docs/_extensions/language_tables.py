@@ -83,6 +83,8 @@ def whole_answers_by_task(results: dict[str, Any]) -> Table:
         rows = rows_of_task(results, task)
         for method in (LSR, SVD):
             found = {row["budget"]: row["n_matching"] for row in rows if row["method"] == method}
+            if not found:
+                continue
             cells = [str(found.get(budget, "–")) for budget in budgets]
             lines.append((task, method, *cells, ""))
         for row in rows:
