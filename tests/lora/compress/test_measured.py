@@ -291,7 +291,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     assert numbers == sorted(numbers)
     assert numbers[-1][0] == numbers[-1][1]
     count = len(trainings)
-    assert 1 <= count <= goals.MAX_TRAINED
+    assert count >= 1
 
     saved.clear()
     with pytest.raises(Killed), Journal.beside(out) as journal:  # in the first training
