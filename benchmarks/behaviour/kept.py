@@ -133,14 +133,14 @@ def drawn(
         measuring, choosing, fresh = map(torch.from_numpy, np.split(order, ends))
         # 1. Choose a version in each way.
         chosen = {"apart": smallest(asked, choosing), "same": smallest(asked, measuring)}
-        best = chosen["apart"]
+        last = best = chosen["apart"]
         for _ in range(MAX_REPLACEMENTS):
-            kept = share(best, measuring)
+            kept = share(last, measuring)
             if kept >= asked:
                 break
-            excess_loss = share(best, choosing) - kept
-            larger = smallest(asked + excess_loss, choosing)
-            best = max(best, larger, key=lambda ratio: share(ratio, measuring))
+            excess_loss = share(last, choosing) - kept
+            last = smallest(asked + excess_loss, choosing)
+            best = max(best, last, key=lambda ratio: share(ratio, measuring))
         chosen["replaced"] = best
         # 2. Hold what is measured of it to what the other texts show.
         row: dict[str, Any] = {"draw": draw, "keep": asked}

@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXPONENT = 0.5, 0.25
 """Expected p, and how far it may be off: 0.3 to 1.1 between sizes of three LoRAs of SmolLM2."""
@@ -51,42 +55,36 @@ class Counted:
         return COUNT_SPREAD**2 + of_counting
 
 
-@dataclass(frozen=True)
-class AnswerModel:
-    """The estimate of the loss at which a share of the answers stays.
+def loss_for_answers(answers: float, coefficient: float, counted: Sequence[Counted] = ()) -> float:
+    """Return the lost share of the effect at which a share of the answers stays, 1 at most.
 
     Parameters
     ----------
+    answers : float
+        Share of the answers, between 0 and 1.
     coefficient : float
         The c that is assumed until versions are counted, with p = ½.
-    counted : tuple of Counted
+    counted : sequence of Counted
 
     Examples
     --------
-    >>> model = AnswerModel(8.0)
-    >>> round(model.loss_at(0.9), 6)
+    >>> round(loss_for_answers(0.9, 8.0), 6)
     0.000173
-    >>> learned = AnswerModel(8.0, (Counted(48, 64, 0.012), Counted(61, 64, 0.0023)))
-    >>> round(learned.loss_at(0.9), 4)
+    >>> counted = [Counted(48, 64, 0.012), Counted(61, 64, 0.0023)]
+    >>> round(loss_for_answers(0.9, 8.0, counted), 4)
     0.0022
     """
-
-    coefficient: float
-    counted: tuple[Counted, ...] = ()
-
-    def loss_at(self, answers: float) -> float:
-        """Return the lost share of the effect at which a share of the answers stays, 1 at most."""
-        log_fall = math.log(-math.log(answers))
-        expected = 2.0 * (log_fall - math.log(self.coefficient))
-        exponent, exponent_spread = EXPONENT
-        # 1. The normal equations of log fall = level + p (log loss − expected), priors first.
-        precision = np.diag([COEFFICIENT_SPREAD**-2, exponent_spread**-2])
-        weighted = precision @ np.array([log_fall, exponent])
-        for each in self.counted:
-            row = np.array([1.0, math.log(each.loss) - expected])
-            precision += np.outer(row, row) / each.variance
-            weighted += row * math.log(each.fall) / each.variance
-        level, slope = np.linalg.solve(precision, weighted)
-        # 2. Where that line has the fall asked for. It rises, whatever was counted.
-        slope = max(float(slope), exponent - exponent_spread)
-        return min(1.0, math.exp(expected + (log_fall - float(level)) / slope))
+    log_fall = math.log(-math.log(answers))
+    expected = 2.0 * (log_fall - math.log(coefficient))
+    exponent, exponent_spread = EXPONENT
+    # 1. The normal equations of log fall = level + p (log loss − expected), priors first.
+    precision = np.diag([COEFFICIENT_SPREAD**-2, exponent_spread**-2])
+    weighted = precision @ np.array([log_fall, exponent])
+    for each in counted:
+        row = np.array([1.0, math.log(each.loss) - expected])
+        precision += np.outer(row, row) / each.variance
+        weighted += row * math.log(each.fall) / each.variance
+    level, slope = np.linalg.solve(precision, weighted)
+    # 2. Where that line has the fall asked for. It rises, whatever was counted.
+    slope = max(float(slope), exponent - exponent_spread)
+    return min(1.0, math.exp(expected + (log_fall - float(level)) / slope))

@@ -8,12 +8,11 @@ other with the variant that the pass before found. A `Goal` is that of one pass.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.lora.base.heads import EXAMPLE_HEADS
-from lsrdecomp.lora.compress.answer_model import EXPONENT, AnswerModel, Counted
+from lsrdecomp.lora.compress.answer_model import EXPONENT, Counted, loss_for_answers
 from lsrdecomp.lora.compress.prunings import PruningSearch
 from lsrdecomp.lora.compress.size_search import (
     MAX_LOSS_DEFICIT,
@@ -83,7 +82,7 @@ is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each. It is above th
 trained for nothing, and what keeps too much is pruned once more."""
 
 COEFFICIENT_GUESS = 8.0
-"""Coefficient of an `AnswerModel`, until answers were counted; 6 to 9 for E2E (SmolLM2), whose
+"""Coefficient of `loss_for_answers`, until answers were counted; 6 to 9 for E2E (SmolLM2), whose
 answers have 25 words."""
 COEFFICIENT_GUESS_CLASSIFIER = 0.25
 """The same for classes; 0.25 for the demo."""
@@ -484,7 +483,7 @@ class ShareGoal:
 class AnswerGoal(ShareGoal):
     """The goal of whole answers: that of a share of the effect, which moves until they are kept.
 
-    An `AnswerModel` says which share keeps enough, from all variants that were measured: that is
+    `loss_for_answers` says which share keeps enough, from all variants that were measured: that is
     surer than the count of one.
 
     Parameters
@@ -506,20 +505,20 @@ class AnswerGoal(ShareGoal):
     ) -> None:
         self.target_answers = target_answers
         is_classifier = variants.evaluator.source.head in EXAMPLE_HEADS
-        guess = COEFFICIENT_GUESS_CLASSIFIER if is_classifier else COEFFICIENT_GUESS
-        self.model = AnswerModel(guess)
-        needed = 1.0 - self.model.loss_at(target_answers)
+        self.coefficient = COEFFICIENT_GUESS_CLASSIFIER if is_classifier else COEFFICIENT_GUESS
+        self._held_out: list[Counted] = []
+        needed = 1.0 - loss_for_answers(target_answers, self.coefficient)
         super().__init__(variants, search_shapes, needed, plan_options)
 
-    def _learn(self, *more: Counted) -> None:
-        """Estimate from the answers of all variants that were measured, and from more of them."""
-        counted = list(more)
+    def _learn(self) -> None:
+        """Estimate from the answers of all variants that were measured."""
+        counted = list(self._held_out)
         for variant in (*self.sizes.measured.values(), *self._trained_variants()):
             examples = variant.behaviour.examples
             n_matching = (variant.behaviour.same_answers or 0.0) * examples
             counted.append(Counted(n_matching, examples, _positive_loss(variant)))
-        self.model = replace(self.model, counted=tuple(counted))
-        self.target_share = 1.0 - self.model.loss_at(self.target_answers)
+        loss = loss_for_answers(self.target_answers, self.coefficient, counted)
+        self.target_share = 1.0 - loss
 
     def _trained_variants(self) -> list[CompressedVariant]:
         """Return the variants that were trained, and their prunings, each once."""
@@ -560,7 +559,8 @@ class AnswerGoal(ShareGoal):
 
     def _measure_first(self) -> None:
         """Measure a small variant, which is soon solved and says how far the guess is right."""
-        self.sizes.variant_near_loss(self.model.loss_at(FIRST_ANSWERS), max_measured=1)
+        loss = loss_for_answers(FIRST_ANSWERS, self.coefficient)
+        self.sizes.variant_near_loss(loss, max_measured=1)
 
     def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant, and learn from its answers which share keeps enough."""
@@ -581,8 +581,9 @@ class AnswerGoal(ShareGoal):
         if not held_out.is_missed:
             return None
         counted = Counted(held_out.n_matching, held_out.answered, _positive_loss(variant))
+        self._held_out.append(counted)
         # 1. Choose among those that were trained and pruned.
-        self._learn(counted)
+        self._learn()
         passing = [
             each
             for each in self._trained_variants()

@@ -439,3 +439,16 @@ def test_where_no_held_out_answer_is_kept_a_larger_version_is_made(monkeypatch):
     asked = {"requested_answers": 0.9, "answered": 64, "n_matching": 0}
     larger = goal.replacement(result, on_harder_texts(result, 0.0, **asked))
     assert larger.behaviour.kept > result.behaviour.kept
+
+
+def test_what_was_missed_on_held_out_prompts_is_not_forgotten(monkeypatch):
+    """A second replacement counts what the first version gave, too."""
+    monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
+    goal = answer_goal_of(Answering([0.2, 0.8], 1.0))
+    result = goal.trained()
+    goal._learn()
+    before = goal.allowed_loss
+    asked = {"requested_answers": 0.9, "answered": 64, "n_matching": 20}
+    goal.replacement(result, on_harder_texts(result, 0.0, **asked))
+    goal._learn()
+    assert goal.allowed_loss < 0.9 * before
