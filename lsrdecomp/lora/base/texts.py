@@ -210,11 +210,17 @@ def data_name(data: str | Path | Texts | None) -> str:
 
 
 def split_texts(
-    texts: Sequence[Item], max_held_out: int, seed: int, *, max_share: float = 0.25
+    texts: Sequence[Item],
+    max_held_out: int,
+    seed: int,
+    *,
+    max_share: float = 0.25,
+    by_prompt: bool = False,
 ) -> tuple[list[Item], list[Item]]:
     """Hold out texts, at most a quarter of all or another share.
 
-    Texts that begin alike, such as several completions of one prompt, stay together.
+    Texts that begin alike, such as several completions of one prompt, stay together. With
+    ``by_prompt`` those count as one.
 
     Returns
     -------
@@ -237,18 +243,33 @@ def split_texts(
             "hundred are better"
         )
     # 2. Go through the groups in random order, and hold out each that still fits.
-    limit = max(MIN_HELD_OUT, min(max_held_out, int(max_share * len(texts))))
+    sizes = {beginning: 1 if by_prompt else len(group) for beginning, group in groups.items()}
+    limit = max(MIN_HELD_OUT, min(max_held_out, int(max_share * sum(sizes.values()))))
     beginnings = list(groups)
     random.Random(seed).shuffle(beginnings)
     held_out: list[Item] = []
     remaining: list[Item] = []
+    n_held_out = 0
     for beginning in beginnings:
-        group = groups[beginning]
-        if len(held_out) + len(group) <= limit:
-            held_out += group
+        if n_held_out + sizes[beginning] <= limit:
+            held_out += groups[beginning]
+            n_held_out += sizes[beginning]
         else:
-            remaining += group
+            remaining += groups[beginning]
     return held_out, remaining
+
+
+def end_of_group(texts: Sequence[Item], number: int) -> int:
+    """Return the first number from this one on at which no texts that begin alike are parted.
+
+    Examples
+    --------
+    >>> end_of_group([("a", None), ("b", None), ("b", None), ("c", None)], 2)
+    3
+    """
+    while 0 < number < len(texts) and _beginning(texts[number - 1]) == _beginning(texts[number]):
+        number += 1
+    return number
 
 
 def _beginning(item: Item) -> str:

@@ -26,6 +26,7 @@ from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
     Item,
+    end_of_group,
     few_texts,
     kind_of,
     n_characters,
@@ -107,6 +108,7 @@ class Evaluator:
     by_answers : bool
         Whether a variant will be selected by whole answers. Then as many texts are set aside for
         that as are held out, and the LoRA's own answers to them are what variants are compared on.
+        Several completions of one prompt count as one text: there is one answer to it.
     journal : Journal, optional
         Keeps texts that the model writes.
     on_step : callable, optional
@@ -175,7 +177,7 @@ class Evaluator:
         is_short = reads_texts and few_texts(texts)
         self.written = kind_of_written(self.source, texts) if is_short else None
         if self.written is None:
-            self.held_out, remaining = self._hold_out(texts)
+            self.held_out, remaining = self._hold_out(texts, by_prompt=by_answers)
         else:
             count = N_WRITTEN_TO_TRAIN if trains else N_WRITTEN
             written = write_texts(
@@ -193,6 +195,7 @@ class Evaluator:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
         if by_answers:
             n_selection = min(len(self.held_out), len(remaining) // 2)
+        n_selection = end_of_group(remaining, n_selection)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
         if self.written is not None:
@@ -221,13 +224,14 @@ class Evaluator:
         return reference
 
     def _hold_out(
-        self, texts: Sequence[Item], max_share: float = 0.25
+        self, texts: Sequence[Item], max_share: float = 0.25, *, by_prompt: bool = False
     ) -> tuple[list[Item], list[Item]]:
         """Return held-out and remaining texts, as many as the settings say."""
         has_prompts = any(isinstance(text, PromptExample) for text in texts)
         default = HELD_OUT_PROMPTS if has_prompts else HELD_OUT
         max_held_out = self.settings.held_out or default
-        return split_texts(texts, max_held_out, self.settings.seed, max_share=max_share)
+        seed = self.settings.seed
+        return split_texts(texts, max_held_out, seed, max_share=max_share, by_prompt=by_prompt)
 
     def _open(self, base: str | Path | Base | nn.Module, lora: str | Path) -> tuple[Base, Base]:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
@@ -286,7 +290,7 @@ class Evaluator:
         if self.source.head is Head.classification:
             return self._compare_classes(variant, self.held_out)
         if self.source.head is Head.causal_lm:
-            return self._compare_completions(variant, self.held_out[:limit])
+            return self._compare_completions(variant, limit)
         return []
 
     def _compare_classes(self, variant: Base, texts: Sequence[Item]) -> list[AnswerPair]:
@@ -302,12 +306,11 @@ class Evaluator:
             pairs += [AnswerPair(*row) for row in rows]
         return pairs
 
-    def _compare_completions(self, variant: Base, texts: Sequence[Item]) -> list[AnswerPair]:
+    def _compare_completions(self, variant: Base, limit: int) -> list[AnswerPair]:
         tokenizer = self.source.tokenizer
-        prompts = [
-            prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)
-        ]
-        prompts = [prompt for prompt in prompts if prompt]
+        texts = [text for text in self.held_out if isinstance(text, PromptExample)]
+        different = dict.fromkeys(prompt_text(text, tokenizer) for text in texts)
+        prompts = [prompt for prompt in different if prompt][:limit]
         # As many new tokens as the longest held-out completion has.
         new_tokens = int(self.reference.counts.max())
         by_lora = generate(self.source.model, tokenizer, prompts, new_tokens=new_tokens)

@@ -161,10 +161,11 @@ class Meter:
     def answers_to(self, texts: Sequence[Item]) -> tuple[list[TokenizedExample], Reference | None]:
         """Return the prompts among some texts, with the LoRA's answers and its outputs on them."""
         source = self.source
-        prompts = self._prompts(texts)[:MAX_ANSWERED]
+        prompts = self._prompts(texts)
         rows = tokenize(prompts, source.tokenizer, **self.settings.prompt_limits)
-        beginnings = [_before_completion(row) for row in rows]
-        beginnings = [beginning for beginning in beginnings if beginning]
+        # A prompt with several completions is answered once.
+        beginnings = list(filter(None, dict.fromkeys(map(_before_completion, rows))))
+        beginnings = beginnings[:MAX_ANSWERED]
         if not beginnings:
             return [], None
         answers = greedy_answers(

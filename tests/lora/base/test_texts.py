@@ -69,6 +69,17 @@ def test_texts_with_one_beginning_are_never_on_both_sides(begin, make) -> None:
     assert len(split_texts([make(i, 0) for i in range(40)], 10, seed=0)[0]) == 10
 
 
+def test_several_completions_of_a_prompt_count_as_one_if_asked() -> None:
+    texts: list[Item] = [
+        PromptExample(f"ask {i}", f"say {j}", "here") for i in range(40) for j in range(1 + i % 5)
+    ]
+    held_out, remaining = split_texts(texts, 30, seed=0, by_prompt=True)
+    asked = {text.prompt for text in held_out if isinstance(text, PromptExample)}
+    assert len(asked) == 10
+    assert len(held_out) > 10
+    assert len(held_out) + len(remaining) == len(texts)
+
+
 @pytest.mark.parametrize(
     ("n_texts", "max_held_out", "n_held_out"),
     [

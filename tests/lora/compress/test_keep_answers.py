@@ -84,6 +84,22 @@ def test_those_that_calibrate_choose_and_measure_are_three_disjoint_sets(folder)
     assert reference.compare(evaluator.source).same_answers == 1.0
 
 
+def test_a_prompt_with_several_completions_is_answered_once(folder):
+    """Counted as often as it has completions, it would make the interval too narrow."""
+    texts = [replace(text, completion=f" w{j} w1") for text in TEXTS for j in range(3)]
+    evaluator = Evaluator(
+        folder / "base", folder / "lora", texts, MeasuredSettings(batch=12), by_answers=True
+    )
+    sets = [evaluator.held_out, evaluator.selection_texts, evaluator.calibration_texts]
+    prompts = [{text.prompt for text in each} for each in sets]
+    assert sum(map(len, prompts)) == len(set.union(*prompts)) == 60
+    assert len(prompts[0]) == len(prompts[1]) == 15
+    assert evaluator.selection_reference.examples == 15
+    assert evaluator.meter.whole_answers(evaluator.source).answered == 15
+    pairs = evaluator.compare_answers(folder / "lora")
+    assert len({pair.question for pair in pairs}) == len(pairs) == 15
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
