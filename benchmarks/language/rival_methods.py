@@ -30,6 +30,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ from lsrdecomp.lora.search import CompressionPlan
 from lsrdecomp.lora.search.layers import layer_pair
 from lsrdecomp.lora.search.plan import Search
 from lsrdecomp.lora.train.distill_trainer import trainable_factors
+from lsrdecomp.lora.train.factor_rounding import FactorRounding
 
 Doubles = NDArray[np.float64]
 
@@ -79,7 +81,8 @@ PIECE = 96
 SPLITS = [(high, low) for high in range(3) for low in range(5 - high)]
 """Directions of a layer that LoRAQuant writes in more bits and in one."""
 LARGE = 60_000
-"""Bytes from which on it may write all directions of a LoRA of rank 8, in `LARGE_SPLITS`."""
+"""Bytes of a large adapter: all are trained in float32, and LoRAQuant may write all directions of a
+LoRA of rank 8, in `LARGE_SPLITS`."""
 LARGE_SPLITS = [(high, low) for high in range(9) for low in range(9 - high)]
 RANK_ONE_SPLITS = [(0, 0), (1, 0)]
 
@@ -101,6 +104,13 @@ class Rival(ABC):
     model: nn.Module
     parameters: Sequence[nn.Parameter]
     is_relative: bool = True
+
+    def rounded(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters have the values that would be stored.
+
+        A method that rounds in its forward pass needs none.
+        """
+        return nullcontext()
 
     @abstractmethod
     def store(self, subject: Subject) -> Base:
@@ -134,8 +144,20 @@ class CompressedRival(Rival):
     def __init__(self, subject: Subject, method: str, budget: int, name: str) -> None:
         self.written = compressed(subject, method, budget)
         self.stored = subject.work / f"{method}-{budget}-{name}"
-        self.model = load_base(subject.base, self.written).model
+        student = load_base(subject.base, self.written)
+        self.model = student.model
         self.parameters = trainable_factors(self.model)
+        self.rounding = FactorRounding(student, self.written)
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Round the factors as `distill` does, and take the rounding back at the end."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.rounding()
+        yield
+        with torch.no_grad():
+            for parameter, values in zip(self.parameters, before, strict=True):
+                parameter.copy_(values)
 
     def store(self, subject: Subject) -> Base:
         """Write the trained factors, in the codes of the directory, and open what was written."""

@@ -12,7 +12,8 @@ are counted.
 
 The learning rate is bracketed at each size, by one rule for all: with the first seed, rates a
 factor of three apart are run until the best has a worse one on either side, four at most. The
-search begins at the best rate of the next smaller size that was run, or at one of `FIRST_RATES`.
+search begins at the best rate of the next smaller size that was run, or at one of `FIRST_RATES`,
+from 60 kB on at a ninth of it: there little is left to learn.
 Further seeds run at the best. Rates are relative to the size of a tensor's numbers, as `distill`
 has them; those of PEFT's methods, which begin at nothing or at noise, are in plain numbers.
 
@@ -26,6 +27,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,14 @@ from typing import Any
 import torch
 
 from benchmarks import record as records
-from benchmarks.language.rival_methods import COMPRESSED, METHODS, Rival, compressed, make_rival
+from benchmarks.language.rival_methods import (
+    COMPRESSED,
+    LARGE,
+    METHODS,
+    Rival,
+    compressed,
+    make_rival,
+)
 from benchmarks.language.subject import Subject, add_arguments, judged, open_subject
 from benchmarks.record import RESULTS
 from lsrdecomp.errors import BudgetError
@@ -85,10 +94,13 @@ def first_rate(method: str, budget: int, rows: Sequence[Row]) -> float:
     >>> of_3_kb = {"budget": 3000, "rate": 0.3, "kept": 0.9}
     >>> first_rate("LSR", 1000, [of_1_kb]), first_rate("LSR", 10_000, [of_1_kb, of_3_kb])
     (0.1, 0.3)
+    >>> first_rate("LSR", 60_000, [])
+    0.0111
     """
     smaller = [row for row in rows if row["budget"] < budget]
     if not smaller:
-        return FIRST_RATES[method]
+        rate = FIRST_RATES[method]
+        return float(f"{rate / RATIO**2:.3g}") if budget >= LARGE else rate
     nearest = max(row["budget"] for row in smaller)
     of_nearest = [row for row in smaller if row["budget"] == nearest]
     best: float = max(of_nearest, key=lambda row: row["kept"])["rate"]
@@ -124,8 +136,14 @@ def next_rate(first: float, shares: dict[float, float]) -> float | None:
     return None
 
 
-def train(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) -> None:
-    """Train a rival on the LoRA's answers, in bfloat16 where the processor has it."""
+def train(
+    subject: Subject, rival: Rival, seed: int, steps: int, rate: float, *, is_large: bool = False
+) -> None:
+    """Train a rival on the LoRA's answers, through its rounding.
+
+    It runs in bfloat16 where the processor has it, but for large adapters: what those have lost is
+    about as much as the roundoff.
+    """
     student = replace(subject.source, model=rival.model)
     # 1. A step is relative to the size of each tensor's numbers.
     groups: list[dict[str, Any]] = []
@@ -138,18 +156,19 @@ def train(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
     # 2. Each lesson is seen once, in an order that the seed draws.
     n_lessons = len(subject.lessons)
     order = random.Random(seed).sample(range(n_lessons), n_lessons)
-    with mixed_precision(rival.model):
+    with nullcontext() if is_large else mixed_precision(rival.model):
         for step in range(steps):
             rising = min(1.0, (step + 1) / WARMUP_STEPS)
             falling = 1.0 - step / steps
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"] * rising * falling
             lesson = subject.lessons[order[step % n_lessons]]
-            logits = forward(student, lesson.batch).logits
-            loss = kl_loss(lesson.form_logits(), logits, student.head) / lesson.n_predictions
-            optimizer.zero_grad()
-            with without_autocast("cpu"):
-                loss.backward()  # type: ignore[no-untyped-call]
+            with rival.rounded():
+                logits = forward(student, lesson.batch).logits
+                loss = kl_loss(lesson.form_logits(), logits, student.head) / lesson.n_predictions
+                optimizer.zero_grad()
+                with without_autocast("cpu"):
+                    loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -157,7 +176,7 @@ def run(subject: Subject, method: str, budget: int, seed: int, steps: int, rate:
     """Make, train, store and judge one rival."""
     begin = time.process_time()
     rival = make_rival(subject, method, budget, seed, name=f"{seed}-{rate}")
-    train(subject, rival, seed, steps, rate)
+    train(subject, rival, seed, steps, rate, is_large=budget >= LARGE)
     stored = rival.store(subject)
     row = {
         "method": method,
