@@ -108,7 +108,8 @@ class Rival(ABC):
     def rounded(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters have the values that would be stored.
 
-        A method that rounds in its forward pass needs none.
+        Here they keep their own: LoRAQuant rounds in its forward pass, and the methods whose
+        authors train plain numbers are rounded at the end.
         """
         return nullcontext()
 

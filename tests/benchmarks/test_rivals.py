@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 from benchmarks.language.rival_methods import (  # noqa: E402
     ENVELOPE,
+    CompressedRival,
     RoundedRival,
     VectorBank,
     index_bits,
@@ -86,6 +87,19 @@ def test_rounding_lets_the_gradient_pass():
     torch.testing.assert_close(columns[0].grad, (x @ right).sum().expand(5))
 
 
+def test_factors_are_rounded_for_a_step_and_step_from_their_own_numbers():
+    factor = parameter(torch.linspace(-1.0, 1.0, 7))
+    rival = CompressedRival.__new__(CompressedRival)
+    rival.parameters = [factor]
+    rival.rounding = lambda: factor.data.round_()
+    before = factor.detach().clone()
+    with rival.rounded():
+        assert set(factor.tolist()) == {-1.0, 0.0, 1.0}
+        (2.0 * factor).sum().backward()
+    torch.testing.assert_close(factor.detach(), before)
+    torch.testing.assert_close(factor.grad, torch.full((7,), 2.0))
+
+
 @pytest.mark.parametrize("best", [0.0111, 0.0333, 0.1, 0.3, 0.9])
 def test_rates_are_run_until_the_best_is_bracketed(best):
     shares = {}
@@ -103,6 +117,7 @@ def test_the_search_for_a_rate_begins_at_the_best_of_the_next_smaller_size():
     assert first_rate("LSR", 10_000, rows) == 0.9
     assert first_rate("LSR", 3000, rows) == 0.3
     assert first_rate("LSR", 1000, rows) == first_rate("LSR", 1000, []) == 0.1
+    assert first_rate("LSR", 60_000, []) == 0.0111  # of a large one little is to be learned
 
 
 def test_cores_without_texts_of_other_tasks_are_refused_before_any_work(monkeypatch, capsys):
