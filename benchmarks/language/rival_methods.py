@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -163,6 +164,7 @@ class CompressedRival(Rival):
     def store(self, subject: Subject) -> Base:
         """Write the trained factors, in the codes of the directory, and open what was written."""
         products = products_of(replace(subject.source, model=self.model))
+        shutil.rmtree(self.stored, ignore_errors=True)  # of a run that was stopped
         rewrite(
             self.stored,
             self.written,
