@@ -163,6 +163,7 @@ class CompressedRival(Rival):
 
     def store(self, subject: Subject) -> Base:
         """Write the trained factors, in the codes of the directory, and open what was written."""
+        self.rounding()  # what was trained for is what is written
         products = products_of(replace(subject.source, model=self.model))
         shutil.rmtree(self.stored, ignore_errors=True)  # of a run that was stopped
         rewrite(
