@@ -5,11 +5,11 @@
 
 A row is a version: its bytes, and to how many fresh prompts its greedy answer is the LoRA's, word
 for word. LSR is found in the Fisher norm of 64 texts of ``--data``, as ``compress --base --bytes``
-finds it; distilled, it is then trained, as by ``--distill 60``. Truncated SVD is what ``compress
---bytes`` writes without a base: the best number of bits in each layer. The LoRA itself is stored in
-int8 and int4. Other methods leave out a part of LSR: the norm, Kronecker products, or integers.
-Another seed reads other texts for the norm, and answers the same fresh prompts. Rows are added as
-they come; a stopped run goes on. At the end one number for each curve is printed.
+finds it. Truncated SVD is what ``compress --bytes`` writes without a base: the best number of bits
+in each layer. The LoRA itself is stored in int8 and int4. Other methods leave out a part of LSR:
+the norm, Kronecker products, or integers. Another seed reads other texts for the norm, and answers
+the same fresh prompts. Rows are added as they come; a stopped run goes on. At the end one number
+for the curve is printed. What training adds, alike for all: `benchmarks.language.rivals`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 
 from benchmarks import record as records
 from benchmarks.language.answer_results import (
-    DISTILLED,
     E2E,
     LSR,
     STORED,
@@ -54,8 +53,6 @@ N_FRESH = 64
 """Prompts that are answered."""
 N_TEXTS = 240
 """Texts that are read for the norm; a part of them is set aside, as `compress` does."""
-STEPS = 60
-"""Steps of the distillation."""
 
 
 class AnswerCurve:
@@ -68,7 +65,6 @@ class AnswerCurve:
         self.work: Path = arguments.work / f"{arguments.task}-{arguments.seed}"
         self.work.mkdir(parents=True, exist_ok=True)
         self.record: dict[str, Any] = {"rows": []} | records.load(arguments.out)
-        self.lora: Path = arguments.lora
         self.checkpoint = open_checkpoint(arguments.lora)
         first = self.seed * N_TEXTS
         self.texts = read_examples(arguments.data)[first : first + N_TEXTS]
@@ -118,9 +114,6 @@ class AnswerCurve:
         )
         if method == SVD:
             return compress(self.checkpoint, plan).save(out)
-        if method == DISTILLED:
-            base, data = self.evaluator.base, self.texts
-            return compress(self.lora, plan, base=base, data=data, distill=STEPS).save(out)
         search = Search(orders=()) if method == WITHOUT_PRODUCTS else Search()
         journal = Journal(self.work / "solved")
         statistics = None
@@ -145,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--bytes", type=int, nargs="+", default=[8000, 30_000, 60_000, 120_000, 240_000]
     )
-    methods = [*STORED, SVD, LSR, DISTILLED, *ABLATED]
+    methods = [*STORED, SVD, LSR, *ABLATED]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--seed", type=int, default=0, help="which 240 texts of the data are read")
     parser.add_argument("--work", type=Path, default=Path("answer-curve-work"))
@@ -158,10 +151,8 @@ def main() -> None:
         for budget in budgets:
             curve.add(method, budget)
     rows = rows_of_task(curve.record, arguments.task, arguments.seed)
-    for method in (LSR, DISTILLED):
-        if sum(row["method"] == method for row in rows) > 1:
-            ratio = mean_size_ratio(rows, method)
-            print(f"{method}: {ratio:.2f} of the size of {SVD} at equal answers")
+    if all(sum(row["method"] == method for row in rows) > 1 for method in (LSR, SVD)):
+        print(f"{mean_size_ratio(rows, LSR):.2f} of the size of {SVD} at equal answers")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The picture of the README: how many of one LoRA's whole answers are kept, against bytes.
 
 python -m benchmarks.language.answer_curve_picture benchmarks/results/answer_curve.json
-docs/images/answers-by-bytes.png
+benchmarks/results/rivals.json docs/images/answers-by-bytes.png
+
+The second record says what is left after a training that is the same for all methods.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import record as records
 from benchmarks.headline import OPTIONS, Headline, headline
-from benchmarks.language.answer_results import DISTILLED, LSR, STORED, SVD, rows_of_task
+from benchmarks.language.answer_results import LSR, STORED, SVD, rows_of_task
+from benchmarks.language.rival_results import ANSWERS_TASK, NAMES, RivalResults
 from lsrdecomp import plots
 from lsrdecomp.lora.measure.fidelity import wilson_interval
 from lsrdecomp.plots.pictures import (
@@ -31,7 +34,14 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
-LINES = {DISTILLED: DISTILLED, LSR: "LSR, as compressed", SVD: "truncated SVD"}
+TRAINED = {method: f"{NAMES[method]}, trained" for method in ("LSR", "SVD")}
+"""Methods of the rivals that are drawn, and the names of their lines."""
+LINES = {
+    TRAINED["LSR"]: TRAINED["LSR"],
+    LSR: "LSR, as compressed",
+    TRAINED["SVD"]: TRAINED["SVD"],
+    SVD: "truncated SVD",
+}
 """Methods that are drawn as lines, and their names."""
 STORED_MARKERS = dict(zip(STORED, "*p", strict=True))
 """Of the whole LoRA, by its storage."""
@@ -79,6 +89,16 @@ def draw(rows: Sequence[Row]) -> Axes:
     return axes
 
 
+def trained_rows(results: RivalResults) -> list[Row]:
+    """Return the rows of what was trained at the best rate, as those of the other record."""
+    return [
+        row | {"method": label}
+        for method, label in TRAINED.items()
+        for budget in results.budgets
+        for row in results.trained(method, budget)
+    ]
+
+
 def mark_headline(axes: Axes, told: Headline) -> None:
     """Mark the figure that the front doors tell."""
     point = (told.bytes / 1000, 100 * told.n_matching / told.answered)
@@ -96,12 +116,13 @@ def mark_headline(axes: Axes, told: Headline) -> None:
     )
 
 
-def main(source: Path, out: Path) -> None:
-    """Draw the picture of a record, with the figure of the front doors."""
-    axes = draw(rows_of_task(records.load(source)))
+def main(source: Path, rivals: Path, out: Path) -> None:
+    """Draw the picture of two records, with the figure of the front doors."""
+    trained = trained_rows(RivalResults(records.load(rivals), ANSWERS_TASK))
+    axes = draw([*rows_of_task(records.load(source)), *trained])
     mark_headline(axes, headline())
     plots.save_figure(axes, out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:4]))

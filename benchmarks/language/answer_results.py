@@ -17,7 +17,6 @@ E2E = "E2E"
 """The task of the picture, and the first in the record."""
 LSR = "LSR"
 SVD = "truncated SVD"
-DISTILLED = "LSR, distilled"
 STORED = {"the LoRA in int8": "int8", "the LoRA in int4": "int4"}
 """Storages of the whole LoRA."""
 

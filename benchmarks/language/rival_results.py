@@ -24,6 +24,8 @@ NAMES = {
     "TinyLoRA": "TinyLoRA",
 }
 """Methods as pages name them, in the order of their tables."""
+ANSWERS_TASK = "E2E, answers"
+"""The task whose rows count whole answers: another LoRA of E2E, that of `answer_curve`."""
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
 BASES = {GEMMA: "Gemma-3-270M"}
 """Other bases than SmolLM2, as pages name them."""
@@ -39,9 +41,10 @@ class Estimate:
     error: float
 
     def __str__(self) -> str:
-        """Return both with three decimals, as ``0.951 ± 0.005``."""
+        """Return both with three decimals, as ``0.951 ± 0.005``, or four of small errors."""
         sign = "−" if self.value < 0.0 else ""
-        return f"{sign}{abs(self.value):.3f} ± {self.error:.3f}"
+        digits = 3 if self.error >= 0.0005 else 4
+        return f"{sign}{abs(self.value):.{digits}f} ± {self.error:.{digits}f}"
 
 
 class RivalResults:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.language.answer_results import LSR, STORED, SVD, rows_of_task
-from benchmarks.language.rival_results import GEMMA, NAMES, RivalResults
+from benchmarks.language.rival_results import ANSWERS_TASK, GEMMA, NAMES, RivalResults
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
@@ -94,6 +94,25 @@ def whole_answers_by_task(results: dict[str, Any]) -> Table:
     return ("task", "", *map(kilobytes, budgets), "whole"), lines
 
 
+def whole_answers_trained(results: dict[str, Any]) -> Table:
+    """Tabulate whole answers before and after a training alike, a line a method."""
+    of_task = RivalResults(results, ANSWERS_TASK)
+    lines = []
+    for method in of_task.methods:
+        cells = []
+        for budget in of_task.budgets:
+            before = [row["n_matching"] for row in of_task.untrained(method, budget)]
+            after = [row["n_matching"] for row in of_task.trained(method, budget)]
+            cells += [str(before[0]) if before else "–", str(after[0]) if after else "–"]
+        lines.append((NAMES[method], *cells))
+    sizes = [
+        f"{kilobytes(budget)}, {when}"
+        for budget in of_task.budgets
+        for when in ("untrained", "trained")
+    ]
+    return ("", *sizes), lines
+
+
 def rates_run(results: dict[str, Any]) -> Table:
     """Tabulate the share kept at each learning rate that was run, the best in bold."""
     lines = []
@@ -107,7 +126,7 @@ def rates_run(results: dict[str, Any]) -> Table:
                 best = max(rates, key=lambda rate: rates[rate])
                 cells = []
                 for rate, kept in rates.items():
-                    cell = f"{kept:.3f} at {rate:.1g}"
+                    cell = f"{kept:.{3 if kept < 0.998 else 4}f} at {rate:.1g}"
                     cells.append(f"**{cell}**" if rate == best else cell)
                 seeds = str(len(of_task.trained(method, budget)))
                 line = (of_task.name, NAMES[method], kilobytes(budget), ", ".join(cells), seeds)
@@ -283,6 +302,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     "small-adapters-gemma": ("rivals.json", partial(kept_by_size, task="E2E", base=GEMMA)),
     "small-adapters-leads": ("rivals.json", leads),
     "whole-answers": ("answer_curve.json", whole_answers),
+    "whole-answers-trained": ("rivals.json", whole_answers_trained),
     "whole-answers-by-task": ("answer_curve.json", whole_answers_by_task),
     "small-adapters-rates": ("rivals.json", rates_run),
     "from-lora": ("from_lora.json", from_lora),

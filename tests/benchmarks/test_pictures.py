@@ -117,7 +117,8 @@ def drawn_pictures(tmp_path, monkeypatch):
     from_lora_picture.main(RESULTS / "from_lora.json", tmp_path / "from-lora.png")
     demo_picture.main(RESULTS / "demo_function.json", tmp_path / "demo-function.png")
     kept_by_bytes_picture.main(RESULTS / "rivals.json", tmp_path / "kept-by-bytes.png")
-    answer_curve_picture.main(RESULTS / "answer_curve.json", tmp_path / "answers.png")
+    answers = tmp_path / "answers.png"
+    answer_curve_picture.main(RESULTS / "answer_curve.json", RESULTS / "rivals.json", answers)
     rivals_picture.main(RESULTS / "rivals.json", tmp_path / "small-adapters.png")
     return [axes for figure in saved for axes in figure.axes]
 
@@ -173,7 +174,7 @@ def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
     rows = [
         row("LSR", 60_000, 41),
         row("LSR", 8_000, 2),
-        row("LSR, distilled", 60_000, 48),
+        row("LSR, trained", 60_000, 48),
         row("LSR without the norm", 60_000, 1),
         row("truncated SVD", 60_000, 18),
         row("the LoRA in int8", 981_000, 64),
@@ -184,7 +185,7 @@ def test_whole_answers_have_a_line_a_method_and_a_point_a_storage():
     for line, label in zip(lines, labels, strict=True):
         drawn[label] = [tuple(point) for point in line.get_xydata().tolist()]
     assert drawn == {
-        "LSR, distilled": [(60.0, 75.0)],
+        "LSR, trained": [(60.0, 75.0)],
         "LSR, as compressed": [(8.0, 3.125), (60.0, 64.0625)],
         "truncated SVD": [(60.0, 28.125)],
         "the LoRA in int8": [(981.0, 100.0)],
