@@ -285,6 +285,16 @@ def of_gemma():
     n_texts = smaller["texts"]
     yield f"`compress --keep 0.9` with {n_texts} examples wrote {said(smaller)}"
     yield f"`--keep 0.95 --distill 60` wrote {said(trained)}"
+    rows = rows_of_task(record("answer_curve"), "E2E, Gemma-3-270M")
+    found = {(row["method"], row["budget"]): row["n_matching"] for row in rows}
+    ours, theirs = (
+        [found[method, budget] for budget in (60_000, 120_000)] for method in (LSR, SVD)
+    )
+    yield (
+        f"LSR gives {ours[0]} of 64 whole answers in 60 kB and {ours[1]} in 120 kB, untrained, "
+        f"truncated SVD {theirs[0]} and {theirs[1]}; for as many it takes "
+        f"{mean_size_ratio(rows, LSR):.2f} of truncated SVD's bytes"
+    )
 
 
 def in_language_models():
@@ -400,7 +410,8 @@ def of_training_alike():
     yield (
         f"60 kB of LSR give {count['LSR']} answers and keep {kept['LSR']} of the effect, of "
         f"LoRAQuant's split {count['LoRAQuant']} and {kept['LoRAQuant']}, of truncated SVD in the "
-        f"norm {count['SVD']} and {kept['SVD']}"
+        f"norm {count['SVD']} and {kept['SVD']}, of Uni-LoRA {count['Uni-LoRA']} and "
+        f"{kept['Uni-LoRA']}"
     )
 
 

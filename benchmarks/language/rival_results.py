@@ -41,9 +41,9 @@ class Estimate:
     error: float
 
     def __str__(self) -> str:
-        """Return both with three decimals, as ``0.951 ± 0.005``, or four of small errors."""
+        """Return both with three decimals, as ``0.951 ± 0.005``; more of small errors."""
         sign = "−" if self.value < 0.0 else ""
-        digits = 3 if self.error >= 0.0005 else 4
+        digits = 3 + (self.error < 0.0005) + (self.error < 0.00005)
         return f"{sign}{abs(self.value):.{digits}f} ± {self.error:.{digits}f}"
 
 
