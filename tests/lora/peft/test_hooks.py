@@ -55,6 +55,11 @@ def logits(model):
     return model(IDS).logits
 
 
+def assert_same(found, expected):
+    """Equal but for rounding: kernels of a processor may depend on where in memory numbers lie."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.fixture(params=METHODS.values(), ids=METHODS)
 def config(request):
     return request.param
@@ -69,8 +74,8 @@ def test_an_offloaded_model_answers_alike(config, offload, tmp_path):
     else:
         model = disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert any(parameter.is_meta for parameter in model.parameters())
-    assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(model), expected)
+    assert_same(logits(model), expected)
+    assert_same(logits(model), expected)
 
 
 def test_an_adapter_is_loaded_onto_a_base_with_a_layer_on_disk(config, tmp_path, monkeypatch):
@@ -93,7 +98,7 @@ def test_an_adapter_is_loaded_onto_a_base_with_a_layer_on_disk(config, tmp_path,
             device_map={f"base_model.model.{name}": place for name, place in places.items()},
             offload_folder=str(tmp_path / "of_adapter"),
         )
-    assert torch.equal(logits(again.eval()), expected)
+    assert_same(logits(again.eval()), expected)
 
 
 def free_outside_of_calls(model):
@@ -120,7 +125,7 @@ def test_parameters_that_are_gathered_for_a_call_alone(config):
     model = adapted(config)
     expected = logits(model)
     free_outside_of_calls(model)
-    assert torch.equal(logits(model), expected)
+    assert_same(logits(model), expected)
 
 
 class Doubled(nn.Module):
@@ -139,7 +144,7 @@ def test_a_parametrized_factor_is_what_the_parametrization_says(config):
         if any(prefix in name for prefix in PREFIXES):
             for own, _ in list(module.named_parameters(recurse=False)):
                 parametrize.register_parametrization(module, own, Doubled())
-    assert torch.equal(logits(model), logits(twin))
+    assert_same(logits(model), logits(twin))
 
 
 @pytest.fixture
@@ -167,7 +172,7 @@ def test_fully_sharded_models_answer_and_learn_alike(config):
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    assert torch.equal(logits(model), expected)
+    assert_same(logits(model), expected)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-5, atol=1e-7)
 
@@ -221,7 +226,7 @@ def test_models_in_flat_shards_answer_and_learn_alike(in_flat_shards, name):
     expected = logits(twin), after_a_step(twin)
     for answers in in_flat_shards:
         before, after = answers[name]
-        assert torch.equal(before, expected[0])
+        assert_same(before, expected[0])
         torch.testing.assert_close(after, expected[1], rtol=1e-5, atol=1e-5)
 
 
