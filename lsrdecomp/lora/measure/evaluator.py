@@ -230,8 +230,13 @@ class Evaluator:
         has_prompts = any(isinstance(text, PromptExample) for text in texts)
         default = HELD_OUT_PROMPTS if has_prompts else HELD_OUT
         max_held_out = self.settings.held_out or default
-        seed = self.settings.seed
-        return split_texts(texts, max_held_out, seed, max_share=max_share, by_prompt=by_prompt)
+        return split_texts(
+            texts,
+            max_held_out,
+            self.settings.seed,
+            max_share=max_share,
+            by_prompt=by_prompt and has_prompts,  # a classifier answers each text
+        )
 
     def _open(self, base: str | Path | Base | nn.Module, lora: str | Path) -> tuple[Base, Base]:
         """Return the base without and with the LoRA; raise `CheckpointError` if they do not fit."""
