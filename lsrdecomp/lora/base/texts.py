@@ -220,7 +220,7 @@ def split_texts(
     """Hold out texts, at most a quarter of all or another share.
 
     Texts that begin alike, such as several completions of one prompt, stay together. With
-    ``by_prompt`` those count as one.
+    ``by_prompt`` those count as one; of all texts no more than the share is held out then, too.
 
     Returns
     -------
@@ -245,31 +245,20 @@ def split_texts(
     # 2. Go through the groups in random order, and hold out each that still fits.
     sizes = {beginning: 1 if by_prompt else len(group) for beginning, group in groups.items()}
     limit = max(MIN_HELD_OUT, min(max_held_out, int(max_share * sum(sizes.values()))))
+    text_limit = max(MIN_HELD_OUT, int(max_share * len(texts)))
     beginnings = list(groups)
     random.Random(seed).shuffle(beginnings)
     held_out: list[Item] = []
     remaining: list[Item] = []
     n_held_out = 0
     for beginning in beginnings:
-        if n_held_out + sizes[beginning] <= limit:
-            held_out += groups[beginning]
-            n_held_out += sizes[beginning]
+        group, size = groups[beginning], sizes[beginning]
+        if n_held_out + size <= limit and len(held_out) + len(group) <= text_limit:
+            held_out += group
+            n_held_out += size
         else:
-            remaining += groups[beginning]
+            remaining += group
     return held_out, remaining
-
-
-def end_of_group(texts: Sequence[Item], number: int) -> int:
-    """Return the first number from this one on at which no texts that begin alike are parted.
-
-    Examples
-    --------
-    >>> end_of_group([("a", None), ("b", None), ("b", None), ("c", None)], 2)
-    3
-    """
-    while 0 < number < len(texts) and _beginning(texts[number - 1]) == _beginning(texts[number]):
-        number += 1
-    return number
 
 
 def _beginning(item: Item) -> str:

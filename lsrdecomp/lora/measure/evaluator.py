@@ -26,7 +26,6 @@ from lsrdecomp.lora.base.texts import (
     HELD_OUT,
     HELD_OUT_PROMPTS,
     Item,
-    end_of_group,
     few_texts,
     kind_of,
     n_characters,
@@ -195,7 +194,6 @@ class Evaluator:
             n_selection = n_selection_texts(len(self.held_out), trains=trains)
         if by_answers:
             n_selection = min(len(self.held_out), len(remaining) // 2)
-        n_selection = end_of_group(remaining, n_selection)
         self.selection_texts = remaining[:n_selection]
         self.calibration_texts = remaining[n_selection:]
         if self.written is not None:

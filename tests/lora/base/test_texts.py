@@ -80,6 +80,15 @@ def test_several_completions_of_a_prompt_count_as_one_if_asked() -> None:
     assert len(held_out) + len(remaining) == len(texts)
 
 
+def test_a_prompt_of_most_texts_is_not_held_out() -> None:
+    """It counts as one prompt, and would leave too little to learn from."""
+    often: list[Item] = [PromptExample("ask", f"say {j}", "here") for j in range(100)]
+    texts = [*often, *(PromptExample(f"ask {i}", "say", "here") for i in range(40))]
+    for seed in range(20):
+        held_out, _ = split_texts(texts, 30, seed, by_prompt=True)
+        assert len(held_out) == 10
+
+
 @pytest.mark.parametrize(
     ("n_texts", "max_held_out", "n_held_out"),
     [
