@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -262,13 +263,17 @@ def split_texts(
 
 
 def _beginning(item: Item) -> str:
-    """Return what texts that belong together share: the prompt, or the first text of a pair."""
+    """Return what texts that belong together share: the prompt, or the first text of a pair.
+
+    Of a conversation it is what stands before the first answer: a system prompt is shared by all.
+    """
     if isinstance(item, Path | Example):  # each is alone
         return str(item if isinstance(item, Path) else item.number)
     if not isinstance(item, PromptExample):
         return item[0]
     if item.messages:
-        return item.messages[0]["content"]
+        before = itertools.takewhile(lambda each: each["role"] != "assistant", item.messages[1:])
+        return "\n".join(message["content"] for message in (item.messages[0], *before))
     return item.prompt or item.completion
 
 

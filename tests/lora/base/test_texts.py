@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from lsrdecomp.errors import LsrError
 from lsrdecomp.lora.base import texts as texts_module
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.base.dataset import DataError, PromptExample
-from lsrdecomp.lora.base.texts import Item, data_name, read_data, split_texts
+from lsrdecomp.lora.base.texts import Item, data_name, few_texts, read_data, split_texts
 from lsrdecomp.lora.compress.compress_lora import _step_times
 from lsrdecomp.lora.files.progress import PlannedSteps, ProgressUpdate
 from lsrdecomp.lora.measure.fidelity import Fidelity
@@ -67,6 +68,19 @@ def test_texts_with_one_beginning_are_never_on_both_sides(begin, make) -> None:
     assert not set(map(begin, held_out)) & set(map(begin, remaining))
     # An answer that many give is no beginning
     assert len(split_texts([make(i, 0) for i in range(40)], 10, seed=0)[0]) == 10
+
+
+def test_conversations_that_share_a_system_prompt_are_different_texts() -> None:
+    system = {"role": "system", "content": "Answer in one word."}
+    texts: list[Item] = [
+        replace(each, messages=(system, *each.messages))
+        for each in (chat(f"ask {i}", "yes") for i in range(40))
+    ]
+    assert not few_texts(texts)
+    held_out, remaining = split_texts(texts, 30, seed=0)
+    assert (len(held_out), len(remaining)) == (10, 30)
+    # Without the question they are one
+    assert few_texts([replace(chat("ask", "yes"), messages=(system,))] * 40)
 
 
 def test_several_completions_of_a_prompt_count_as_one_if_asked() -> None:
