@@ -90,6 +90,7 @@ class Reference:
         # Sums for each example are all that the standard error of a comparison needs. A GPU is
         # waited for here, once.
         self.effects = sum_by_example(torch.cat(effects).cpu(), self.counts)
+        self._clusters = _clusters(self._batches, self.head)
         self.n_right = None
         if len(base_right) == len(self._batches):
             self.n_right = self._n_right(base_right), self._n_right(lora_right)
@@ -136,7 +137,9 @@ class Reference:
             kl=float(lost.sum()) / n_predictions,
             agreement=agreement,
             effect=self.effect,
-            standard_error=ratio_standard_error(lost, self.effects),
+            standard_error=ratio_standard_error(
+                torch.bincount(self._clusters, lost), torch.bincount(self._clusters, self.effects)
+            ),
             exact_match_rate=exact_match_rate,
             right=None if self.n_right is None else (*self.n_right, n_right),
         )
@@ -185,6 +188,26 @@ class Reference:
         """Return the number of examples of which all predictions are right."""
         matches = sum_by_example(torch.cat(list(is_right)).cpu(), self.counts)
         return int((matches == self.counts).sum())
+
+
+def _clusters(batches: Sequence[_ReferenceBatch], head: Head) -> Tensor:
+    """Return a number for each example, which completions of one prompt share.
+
+    What is lost on them is not independent, as a standard error over them takes for granted.
+    """
+    prompts: list[tuple[int, ...]] = []
+    for reference in batches:
+        batch = reference.batch
+        if head is not Head.causal_lm or LOSS_MASK not in batch:
+            prompts += [()] * len(reference.counts)
+            continue
+        starts = batch[LOSS_MASK].argmax(-1).tolist()
+        rows = batch["input_ids"].tolist()
+        prompts += [tuple(row[:start]) for row, start in zip(rows, starts, strict=True)]
+    # At most the token that begins every text comes before one without a prompt: it is alone.
+    keys = [prompt if len(prompt) > 1 else index for index, prompt in enumerate(prompts)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[key] for key in keys])
 
 
 def _right_tokens(batch: Batch, head: Head) -> Tensor | None:
@@ -260,7 +283,7 @@ def sum_by_example(values: Tensor, counts: Tensor) -> Tensor:
 def ratio_standard_error(lost: Tensor, effects: Tensor) -> float | None:
     """Return the standard error of the share kept, 1 − Σ lost / Σ effects.
 
-    It is the jackknife's over examples, not over predictions: those of one example are not
+    It is the jackknife's over examples, or prompts, and not over predictions: those of one are not
     independent. None for fewer than two examples, or where leaving one out leaves no effect.
     """
     n_examples = len(lost)

@@ -77,6 +77,27 @@ def test_right_answers_are_those_that_the_data_have_token_by_token(tmp_path):
     assert expected[1] == 12 > by_written
 
 
+def test_completions_of_one_prompt_are_one_to_the_standard_error(tmp_path):
+    folder = write_directories(tmp_path, "CAUSAL_LM")
+    source, written = open_pair(folder / "base", folder / "lora", folder / "lsr")
+    ids = torch.tensor([[3, 4 + i, 5 + 2 * i, 6 + i] for i in range(12)])
+    mask = torch.tensor([[0, 0, 0, 1]] * 12)
+    once = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask}
+
+    def compared(batch):
+        return Reference(source, [batch, batch]).compare(written)
+
+    # Each prompt has its completion twice, which says no more than once
+    once_alone = Reference(source, [once]).compare(written)
+    assert compared(once).kept == pytest.approx(once_alone.kept, abs=1e-6)
+    assert compared(once).standard_error == pytest.approx(once_alone.standard_error, rel=1e-4)
+    # Texts without a prompt are alone, also where a token begins each
+    for start in (0, 1):
+        alone = {**once, "loss_mask": torch.tensor([[0] * start + [1] * (4 - start)] * 12)}
+        single = Reference(source, [alone]).compare(written).standard_error
+        assert compared(alone).standard_error == pytest.approx(single / 2**0.5, rel=0.05)
+
+
 def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
     write_directories(tmp_path, "CAUSAL_LM")
     config = LoraConfig(
