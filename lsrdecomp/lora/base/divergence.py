@@ -105,6 +105,31 @@ class Reference:
         """Mean KL(source ‖ no ΔW), nats per prediction."""
         return float(self.effects.sum()) / int(self.counts.sum())
 
+    def margins(self) -> tuple[list[Tensor], float]:
+        """Return by how much the source's first class is ahead of the second, and how sure it is.
+
+        Returns
+        -------
+        margins : list of Tensor, each of shape (predictions,)
+            Differences of logits, of one example each.
+        uncertainty : float
+            Mean of 1 − Σp² over all predictions, p being the source's probabilities.
+
+        Notes
+        -----
+        Logits are formed again; no model runs.
+        """
+        ahead: list[Tensor] = []
+        uncertainties: list[Tensor] = []
+        for reference in self._batches:
+            logits = reference.form_logits()
+            for part in torch.split(logits, predictions_at_a_time(logits.shape[-1])):
+                first_two = _double(part.topk(2).values)
+                ahead.append(first_two[:, 0] - first_two[:, 1])
+                uncertainties.append(1.0 - _double(part).softmax(-1).square().sum(-1))
+        margins = torch.split(torch.cat(ahead).cpu(), self.counts.tolist())
+        return list(margins), float(torch.cat(uncertainties).mean())
+
     def compare(self, compressed: Base) -> Behaviour:
         """Run a compressed adapter on the same batches, and compare its logits with the source's.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.lora.base.heads import EXAMPLE_HEADS
-from lsrdecomp.lora.compress.answer_model import EXPONENT, Counted, loss_for_answers
+from lsrdecomp.lora.compress.answer_model import AnswerModel, Counted
 from lsrdecomp.lora.compress.prunings import PruningSearch
 from lsrdecomp.lora.compress.size_search import (
     MAX_LOSS_DEFICIT,
@@ -81,13 +81,6 @@ PRUNED_RESIDUAL = 0.8
 is pruned; 0.56 to 0.77 on three LoRAs of SmolLM2, one draw each. It is above these: what fails is
 trained for nothing, and what keeps too much is pruned once more."""
 
-COEFFICIENT_GUESS = 8.0
-"""Coefficient of `loss_for_answers`, until answers were counted; 6 to 9 for E2E (SmolLM2), whose
-answers have 25 words."""
-COEFFICIENT_GUESS_CLASSIFIER = 0.25
-"""The same for classes; 0.25 for the demo."""
-FIRST_ANSWERS = 0.5
-"""Share of answers that the first variant is aimed at; by hand."""
 MAX_TARGETS = 3
 """Times that the share is moved which should keep the answers; by hand."""
 
@@ -483,8 +476,8 @@ class ShareGoal:
 class AnswerGoal(ShareGoal):
     """The goal of whole answers: that of a share of the effect, which moves until they are kept.
 
-    `loss_for_answers` says which share keeps enough, from all variants that were measured: that is
-    surer than the count of one.
+    `AnswerModel` says which share keeps enough, by the LoRA's own margins and the answers of all
+    variants that were measured: that is surer than the count of one.
 
     Parameters
     ----------
@@ -504,10 +497,12 @@ class AnswerGoal(ShareGoal):
         plan_options: Mapping[str, Any],
     ) -> None:
         self.target_answers = target_answers
-        is_classifier = variants.evaluator.source.head in EXAMPLE_HEADS
-        self.coefficient = COEFFICIENT_GUESS_CLASSIFIER if is_classifier else COEFFICIENT_GUESS
+        reference = variants.evaluator.selection_reference
+        margins, uncertainty = reference.margins()
+        scale = math.sqrt(2.0 * reference.effect / uncertainty)
+        self.model = AnswerModel([each.numpy() for each in margins], scale)
         self._held_out: list[Counted] = []
-        needed = 1.0 - loss_for_answers(target_answers, self.coefficient)
+        needed = 1.0 - self.model.loss_for(target_answers)
         super().__init__(variants, search_shapes, needed, plan_options)
 
     def _learn(self) -> None:
@@ -517,8 +512,7 @@ class AnswerGoal(ShareGoal):
             examples = variant.behaviour.examples
             n_matching = (variant.behaviour.same_answers or 0.0) * examples
             counted.append(Counted(n_matching, examples, _positive_loss(variant)))
-        loss = loss_for_answers(self.target_answers, self.coefficient, counted)
-        self.target_share = 1.0 - loss
+        self.target_share = 1.0 - self.model.loss_for(self.target_answers, counted)
 
     def _trained_variants(self) -> list[CompressedVariant]:
         """Return the variants that were trained, and their prunings, each once."""
@@ -530,9 +524,7 @@ class AnswerGoal(ShareGoal):
 
         Where none does, the largest of those that were measured.
         """
-        self._measure_first()
         for _ in range(MAX_TARGETS):
-            self._learn()
             n_measured = len(self.sizes.measured)
             try:
                 variant = self.sizes.smallest(
@@ -542,25 +534,20 @@ class AnswerGoal(ShareGoal):
                 variant = self.sizes.measured[max(self.sizes.measured)]
             if len(self.sizes.measured) == n_measured:
                 break
+            self._learn()
         return variant
 
     def trained(self) -> CompressedVariant:
         """Return the smallest trained variant that is estimated to keep the answers."""
-        self._measure_first()
-        # One count says little of the slope: look where it points to before a training is spent.
+        # Look where the first count points to before a training is spent.
         for _ in range(MAX_TARGETS):
             before = self.allowed_loss
+            loss = AIM * before / self._residual_guess()
+            self.sizes.variant_near_loss(loss, max_measured=1)
             self._learn()
             if before / MAX_LOSS_DEFICIT <= self.allowed_loss <= before * MAX_LOSS_DEFICIT:
                 break
-            loss = AIM * self.allowed_loss / self._residual_guess()
-            self.sizes.variant_near_loss(loss, max_measured=1)
         return super().trained()
-
-    def _measure_first(self) -> None:
-        """Measure a small variant, which is soon solved and says how far the guess is right."""
-        loss = loss_for_answers(FIRST_ANSWERS, self.coefficient)
-        self.sizes.variant_near_loss(loss, max_measured=1)
 
     def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant, and learn from its answers which share keeps enough."""
@@ -592,8 +579,8 @@ class AnswerGoal(ShareGoal):
         if passing:
             return min(passing, key=self._total_size)
         # 2. Make a larger one.
-        needed = -math.log(self.target_answers) / counted.fall
-        loss = counted.loss * needed ** (1.0 / EXPONENT[0])
+        factor = counted.fall / max(self.model.fall(counted.loss), MIN_LOSS)
+        loss = self.model.loss_at_fall(-math.log(self.target_answers) / factor)
         self.target_share = max(self.target_share, 1.0 - loss)
         if variant.steps:
             return self._larger_trained(variant)

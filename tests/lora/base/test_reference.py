@@ -133,6 +133,19 @@ def test_the_standard_error_is_how_far_the_share_scatters():
     assert float(shares.std()) == pytest.approx(np.mean(errors), rel=0.12)
 
 
+def test_margins_are_of_the_two_first_classes_by_example(pair):
+    source, _ = pair
+    reference = Reference(source, all_batches(source))
+    margins, uncertainty = reference.margins()
+    assert [len(each) for each in margins] == reference.counts.tolist()
+    with torch.no_grad():
+        logits = torch.cat([forward(source, batch).logits for batch in all_batches(source)])
+    first_two = logits.double().sort(descending=True).values[:, :2]
+    assert torch.allclose(torch.cat(margins), first_two[:, 0] - first_two[:, 1], atol=1e-5)
+    expected = 1.0 - logits.double().softmax(-1).square().sum(-1).mean()
+    assert uncertainty == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_divergences_of_examples_add_up(pair):
     source, written = pair
     (batch,) = all_batches(source, size=20)

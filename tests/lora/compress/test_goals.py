@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
+import torch
+
 from lsrdecomp.lora.base.behaviour import Behaviour
 from lsrdecomp.lora.compress import goals
 from lsrdecomp.lora.compress.compress_lora import _held_out_choice
@@ -305,7 +307,16 @@ def answers_of(variant, fall):
     return np.exp(-fall * max(1.0 - variant.behaviour.kept, 0.0) ** 0.5)
 
 
-def answer_goal_of(variants):
+def answer_goal_of(variants, *, expected=2.0, first=0.0):
+    """The goal of nine tenths of the answers, where the LoRA's margins say how they fall.
+
+    Where those of all answers together are spread evenly, ½ τ of each unit's change, and τ is
+    2 √loss here: the fall is ``expected`` · √loss. Where the first is large, it falls later.
+    """
+    each = (np.arange(200) + 0.5) / 200
+    margins = first + (each[:, None] + np.arange(20)) / expected
+    reference = SimpleNamespace(effect=1.0, margins=lambda: (list(torch.tensor(margins)), 0.5))
+    variants.evaluator.selection_reference = reference
     goal = goal_of(variants)
     options = {"storage": "float32", "max_rank": None}
     return AnswerGoal(variants, lambda *_, **__: goal.searched, 0.9, options)
@@ -328,18 +339,20 @@ def test_trained_versions_keep_the_answers_by_what_trained_ones_answered(fall, m
 
 
 @pytest.mark.parametrize("way", ["trained", "untrained"])
-def test_the_first_version_is_small_since_the_slope_is_a_guess(way, monkeypatch):
-    """By the guess all that keep the answers are large, whose shapes take longest to solve."""
+def test_the_first_version_is_where_the_margins_say(way, monkeypatch):
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
-    goal = answer_goal_of(Answering([0.2, 0.8], 0.5, n_texts=1000))
+    goal = answer_goal_of(Answering([0.2, 0.8], 2.0, n_texts=1000))
+    allowed = (0.1 / 2.0) ** 2
+    assert goal.allowed_loss == pytest.approx(allowed, rel=0.01)
     getattr(goal, way)()
-    assert 20.0 / next(iter(goal.sizes.measured)) == pytest.approx((np.log(2) / 8.0) ** 2, rel=0.1)
+    aimed = {"untrained": goals.SAFETY, "trained": goals.AIM / goals.RESIDUAL_GUESS}[way]
+    assert 20.0 / next(iter(goal.sizes.measured)) == pytest.approx(aimed * allowed, rel=0.02)
 
 
 def test_one_lucky_count_is_not_trained_by(monkeypatch):
     """Answers of a task begin alike: what one version gives by chance it gives to many prompts."""
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
-    variants = Answering([0.25, 1.2], 8.0, n_texts=1000)
+    variants = Answering([0.25, 1.2], 8.0)
     answering, by_formula = variants.answering, variants.train
     counted, trained = [], []
 
@@ -347,7 +360,7 @@ def test_one_lucky_count_is_not_trained_by(monkeypatch):
         counted.append(variant)
         if len(counted) > 1:
             return answering(variant)
-        behaviour = replace(answering(variant).behaviour, exact_match_rate=0.8)
+        behaviour = replace(answering(variant).behaviour, exact_match_rate=1.0)
         return replace(variant, behaviour=behaviour)
 
     def train(variant, *given, **named):
@@ -355,29 +368,25 @@ def test_one_lucky_count_is_not_trained_by(monkeypatch):
         return by_formula(variant, *given, **named)
 
     variants.answering, variants.train = lucky, train
-    answer_goal_of(variants).trained()
-    # Of the lucky count alone this would be 0.005.
+    answer_goal_of(variants, expected=8.0).trained()
+    # Without it this would be 0.0006, and by it alone there is no limit.
     assert trained[0] < 0.0015
 
 
-def test_where_the_first_version_gives_all_answers_others_are_counted(monkeypatch):
-    """All of 64 say little of how many more may be lost. The answers here are those of tickets."""
+def test_answers_that_fall_late_are_expected_to_by_their_margins(monkeypatch):
+    """Those of tickets stay long: few of their tokens are near ties, and then all fall at once."""
     monkeypatch.setattr(f"{__name__}.loss_of_size", lambda size: min(1.0, 20.0 / size))
     variants = Answering([0.25, 0.8], 0.0)
-
-    def loses_less_than_expected(size):
-        return variants.answering(variant_of(size, loss_of_size(size) ** 1.4))
 
     def answering(variant):
         n_matching = round(64 * np.exp(-36.0 * (1.0 - variant.behaviour.kept) ** 1.1))
         behaviour = replace(variant.behaviour, exact_match_rate=n_matching / 64, examples=64)
         return replace(variant, behaviour=behaviour)
 
-    variants.measure, variants.answering = loses_less_than_expected, answering
-    goal = answer_goal_of(variants)
+    variants.answering = answering
+    goal = answer_goal_of(variants, expected=4.8, first=0.165)
+    assert goal.allowed_loss == pytest.approx((-np.log(0.9) / 36.0) ** (1 / 1.1), rel=0.2)
     result = goal.trained()
-    first = next(iter(goal.sizes.measured.values()))
-    assert first.behaviour.same_answers > 0.98
     assert 0.86 < result.behaviour.same_answers < 0.98
     assert result.steps > 0
 
@@ -396,7 +405,7 @@ def test_a_trained_version_that_answers_better_than_its_loss_says_is_enough(monk
 
     variants.train = train
     result = answer_goal_of(variants).trained()
-    assert len(trained) == 2  # one, and that after pruning
+    assert len(trained) <= 2  # one, and that after pruning
     assert result.steps > 0
     assert answers_of(result, 1.5) >= 0.895
 
