@@ -15,6 +15,7 @@ for the curve is printed. What training adds, alike for all: `benchmarks.languag
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -35,10 +36,12 @@ from benchmarks.language.answer_results import (
 from benchmarks.record import RESULTS
 from lsrdecomp import compress
 from lsrdecomp.lora.base.dataset import read_examples
+from lsrdecomp.lora.compress.answer_model import AnswerModel
 from lsrdecomp.lora.files import Journal, open_checkpoint
 from lsrdecomp.lora.files.file_checks import bytes_to_open
 from lsrdecomp.lora.files.writing import WEIGHTS
 from lsrdecomp.lora.measure.evaluator import Evaluator
+from lsrdecomp.lora.measure.fidelity import share_kept
 from lsrdecomp.lora.measure.output_meter import Meter
 from lsrdecomp.lora.search.plan import CompressionPlan, Search
 
@@ -71,6 +74,8 @@ class AnswerCurve:
         self.evaluator = Evaluator(arguments.base, arguments.lora, self.texts)
         fresh = read_examples(arguments.held)[:N_FRESH]
         self.meter = Meter(self.evaluator.source, fresh, self.evaluator.settings)
+        _, self.reference = self.meter.own_answers()
+        self.model = AnswerModel.of(self.reference)
 
     def add(self, method: str, budget: int) -> None:
         """Make a version and measure it, unless it has a row."""
@@ -84,10 +89,12 @@ class AnswerCurve:
         version = self.evaluator.base.with_adapter(written)
         behaviour = self.meter.compare(version)
         matches = self.meter.whole_answers(version)
+        expected = self.model.fall(1.0 - share_kept(self.reference.compare(version)))
         row: Row = {
             **facts,
             "bytes": bytes_to_open(written / WEIGHTS),
             **asdict(matches),
+            "expected": round(matches.answered * math.exp(-expected), 1),
             "kept": behaviour.kept,
             "agreement": behaviour.agreement,
             "kl": behaviour.kl,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lsrdecomp.lora.base.divergence import Reference
+
 FACTOR_SPREAD = 0.3
 """How far the logarithm of the factor may be off: −0.16 to 0.06 for those six versions, 0.0 to 0.5
 for the classes of the demo's LoRA."""
@@ -73,6 +75,13 @@ class AnswerModel:
 
     margins: Sequence[NDArray[np.float64]]
     scale: float
+
+    @classmethod
+    def of(cls, reference: Reference) -> AnswerModel:
+        """Return the model of a LoRA's outputs on its own answers, or on texts that it classes."""
+        margins, uncertainty = reference.margins()
+        scale = math.sqrt(2.0 * reference.effect / uncertainty)
+        return cls([each.numpy() for each in margins], scale)
 
     def fall(self, loss: float) -> float:
         """Return how far the logarithm of the share of answers is expected to fall."""

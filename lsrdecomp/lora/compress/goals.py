@@ -497,10 +497,7 @@ class AnswerGoal(ShareGoal):
         plan_options: Mapping[str, Any],
     ) -> None:
         self.target_answers = target_answers
-        reference = variants.evaluator.selection_reference
-        margins, uncertainty = reference.margins()
-        scale = math.sqrt(2.0 * reference.effect / uncertainty)
-        self.model = AnswerModel([each.numpy() for each in margins], scale)
+        self.model = AnswerModel.of(variants.evaluator.selection_reference)
         self._held_out: list[Counted] = []
         needed = 1.0 - self.model.loss_for(target_answers)
         super().__init__(variants, search_shapes, needed, plan_options)
