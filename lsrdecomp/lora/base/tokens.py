@@ -14,7 +14,7 @@ prompt and its completion are tokenized separately, as they are when a model con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,8 +196,22 @@ def prompt_text(example: PromptExample, tokenizer: Any) -> str:
 def completion_text(example: PromptExample) -> str:
     """Return the last completion, as the data file has it."""
     if example.messages:
-        return example.messages[-1]["content"]
+        return example.messages[_last_answer(example)]["content"]
     return example.completion
+
+
+def with_completion(example: PromptExample, completion: str) -> PromptExample:
+    """Return an example with another last completion, which ends it."""
+    if not example.messages:
+        return replace(example, completion=completion)
+    last = _last_answer(example)
+    answer = {**example.messages[last], "content": completion}
+    return replace(example, messages=(*example.messages[:last], answer))
+
+
+def _last_answer(example: PromptExample) -> int:
+    """Return which message of a conversation is the last one of the assistant."""
+    return max(i for i, each in enumerate(example.messages) if each["role"] == "assistant")
 
 
 def token_batches(

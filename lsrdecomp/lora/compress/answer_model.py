@@ -77,11 +77,14 @@ class AnswerModel:
     scale: float
 
     @classmethod
-    def of(cls, reference: Reference) -> AnswerModel:
-        """Return the model of a LoRA's outputs on its own answers, or on texts that it classes."""
-        margins, uncertainty = reference.margins()
-        scale = math.sqrt(2.0 * reference.effect / uncertainty)
-        return cls([each.numpy() for each in margins], scale)
+    def of(cls, reference: Reference, *further: Reference) -> AnswerModel:
+        """Return the model of a LoRA's outputs on its own answers, or on texts that it classes.
+
+        Losses are those on the first; the others have further margins.
+        """
+        found = [each.margins() for each in (reference, *further)]
+        scale = math.sqrt(2.0 * reference.effect / found[0][1])
+        return cls([each.numpy() for margins, _ in found for each in margins], scale)
 
     def fall(self, loss: float) -> float:
         """Return how far the logarithm of the share of answers is expected to fall."""

@@ -497,7 +497,9 @@ class AnswerGoal(ShareGoal):
         plan_options: Mapping[str, Any],
     ) -> None:
         self.target_answers = target_answers
-        self.model = AnswerModel.of(variants.evaluator.selection_reference)
+        evaluator = variants.evaluator
+        further = [evaluator.calibration_reference] if evaluator.calibration_reference else []
+        self.model = AnswerModel.of(evaluator.selection_reference, *further)
         self._held_out: list[Counted] = []
         needed = 1.0 - self.model.loss_for(target_answers)
         super().__init__(variants, search_shapes, needed, plan_options)

@@ -78,6 +78,9 @@ MIN_BATCHES = 8
 WRITTEN_HELD_OUT = 0.4
 """Maximum share of the texts that a model wrote itself that is held out: 64 of 160."""
 
+MAX_CALIBRATION_ANSWERS = 96
+"""Maximum prompts that the LoRA answers to calibrate and train on; by hand, as many as 60 steps of
+eight take."""
 VALIDATION_BATCHES = 4
 """Batches that say when to stop, where no selection texts do; neither training nor the final
 measurement sees them. By hand."""
@@ -107,6 +110,7 @@ class Evaluator:
     by_answers : bool
         Whether a variant will be selected by whole answers. Then as many texts are set aside for
         that as are held out, and the LoRA's own answers to them are what variants are compared on.
+        A language model's own answers take the place of the completions of calibration texts, too.
         Several completions of one prompt count as one text: there is one answer to it.
     journal : Journal, optional
         Keeps texts that the model writes.
@@ -127,6 +131,8 @@ class Evaluator:
     selection_reference : Reference
         The LoRA's outputs on the selection texts, or on its own answers to them; without any,
         `reference`.
+    calibration_reference : Reference, optional
+        The LoRA's outputs on the calibration texts, where those are its own answers.
     monitors_by_selection : bool
         Whether the selection texts say when a training ends.
     batch_size : int
@@ -205,8 +211,13 @@ class Evaluator:
         self.meter = Meter(self.source, self.held_out, self.settings)
         self.reference = self.meter.reference
         self.selection_reference = self.reference
+        self.calibration_reference: Reference | None = None
         if by_answers and self.source.head is not Head.classification:
             self.selection_reference = self._own_answers_to(self.selection_texts)
+            answered, self.calibration_reference = self.meter.with_own_answers(
+                self.calibration_texts, MAX_CALIBRATION_ANSWERS
+            )
+            self.calibration_texts = [*answered] or self.calibration_texts
         elif self.selection_texts:
             self.selection_reference = Reference(self.source, self.batches(self.selection_texts))
 

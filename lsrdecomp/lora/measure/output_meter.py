@@ -21,7 +21,12 @@ from lsrdecomp.lora.base.forward import forward
 from lsrdecomp.lora.base.generation import greedy_answers
 from lsrdecomp.lora.base.heads import TOKEN_HEADS, Batch, Head
 from lsrdecomp.lora.base.texts import Item, n_characters
-from lsrdecomp.lora.base.tokens import TokenizedExample, token_batches, tokenize
+from lsrdecomp.lora.base.tokens import (
+    TokenizedExample,
+    token_batches,
+    tokenize,
+    with_completion,
+)
 from lsrdecomp.lora.files.file_checks import read_json
 from lsrdecomp.lora.files.tensors import first_line
 from lsrdecomp.lora.measure.fidelity import AnswerMatches
@@ -158,14 +163,16 @@ class Meter:
             self._answers = self.answers_to(self.texts)
         return self._answers
 
-    def answers_to(self, texts: Sequence[Item]) -> tuple[list[TokenizedExample], Reference | None]:
-        """Return the prompts among some texts, with the LoRA's answers and its outputs on them."""
+    def answers_to(
+        self, texts: Sequence[Item], limit: int = MAX_ANSWERED
+    ) -> tuple[list[TokenizedExample], Reference | None]:
+        """Return the first prompts of some texts, with the LoRA's answers and its outputs there."""
         source = self.source
         prompts = self._prompts(texts)
         rows = tokenize(prompts, source.tokenizer, **self.settings.prompt_limits)
         # A prompt with several completions is answered once.
         beginnings = list(filter(None, dict.fromkeys(map(_before_completion, rows))))
-        beginnings = beginnings[:MAX_ANSWERED]
+        beginnings = beginnings[:limit]
         if not beginnings:
             return [], None
         answers = greedy_answers(
@@ -182,6 +189,22 @@ class Meter:
         pad = source.tokenizer.pad_token_id
         batches = token_batches(answered, size=self.size, seed=None, pad_token_id=pad)
         return answered, Reference(source, batches)
+
+    def with_own_answers(
+        self, texts: Sequence[Item], limit: int
+    ) -> tuple[list[PromptExample], Reference | None]:
+        """Return the same, as texts: each prompt with the LoRA's answer for a completion."""
+        tokenizer = self.source.tokenizer
+        prompts = self._prompts(texts)
+        rows = tokenize(prompts, tokenizer, **self.settings.prompt_limits)
+        by_beginning = {_before_completion(row): prompts[i] for i, row in enumerate(rows)}
+        answered, reference = self.answers_to(texts, limit)
+        examples = []
+        for row in answered:
+            beginning = _before_completion(row)
+            answer = tokenizer.decode(row.ids[len(beginning) :], skip_special_tokens=True)
+            examples.append(with_completion(by_beginning[beginning], answer))
+        return examples, reference
 
     def _blind_losses(self) -> Tensor:
         """Return Σ KL(LoRA ‖ blind) of the first of the LoRA's own answers, nats.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from lsrdecomp.lora.base.tokens import (  # noqa: E402
     prompt_text,
     token_batches,
     tokenize,
+    with_completion,
 )
 
 TEMPLATE = (
@@ -84,6 +86,11 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     )
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
+    assert completion_text(with_completion(example, "seven")) == "seven"
+    # What is said after the last answer is no completion
+    asked_on = replace(example, messages=(*SPOKEN, {"role": "user", "content": "eight"}))
+    assert completion_text(asked_on) == "five six"
+    assert with_completion(asked_on, "five six") == example
     # As TRL's conversational datasets have it.
     split_conversation = {"prompt": SPOKEN[:-1], "completion": SPOKEN[-1:]}
     assert read_examples(file(tmp_path, split_conversation)) == [example]

@@ -317,6 +317,7 @@ def answer_goal_of(variants, *, expected=2.0, first=0.0):
     margins = first + (each[:, None] + np.arange(20)) / expected
     reference = SimpleNamespace(effect=1.0, margins=lambda: (list(torch.tensor(margins)), 0.5))
     variants.evaluator.selection_reference = reference
+    variants.evaluator.calibration_reference = None
     goal = goal_of(variants)
     options = {"storage": "float32", "max_rank": None}
     return AnswerGoal(variants, lambda *_, **__: goal.searched, 0.9, options)

@@ -84,6 +84,25 @@ def test_those_that_calibrate_choose_and_measure_are_three_disjoint_sets(folder)
     assert reference.compare(evaluator.source).same_answers == 1.0
 
 
+def test_what_calibrates_and_trains_are_the_loras_own_answers(folder):
+    evaluator = Evaluator(
+        folder / "base",
+        folder / "lora",
+        TEXTS,
+        MeasuredSettings(batch=12),
+        trains=True,
+        by_answers=True,
+    )
+    # What the LoRA predicts along them is what they have
+    assert evaluator.calibration_reference.n_right[1] == 30
+    ((batch,), *_) = evaluator.distillation_data(12).batches
+    with torch.no_grad():
+        predicted = evaluator.source.model(input_ids=batch["input_ids"]).logits.argmax(-1)
+    is_own = predicted[:, :-1] == batch["input_ids"][:, 1:]
+    # All but the end that an answer is given where it is cut
+    assert float(is_own[batch["loss_mask"][:, 1:].bool()].float().mean()) > 0.8
+
+
 def test_a_prompt_with_several_completions_is_answered_once(folder):
     """Counted as often as it has completions, it would make the interval too narrow."""
     texts = [replace(text, completion=f" w{j} w1") for text in TEXTS for j in range(3)]
