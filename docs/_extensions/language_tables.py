@@ -64,13 +64,22 @@ def whole_answers(results: dict[str, Any]) -> Table:
             row["method"],
             f"{row['bytes']:,}",
             f"{row['n_matching']} of {row['answered']}",
+            f"{row['expected']:.0f}",
             f"{row['prompt_kept']:.4f}",
             f"{row['kept']:.4f}",
             f"{row['kl']:.2g}",
         )
         for row in rows
     ]
-    head = ("", "bytes", "whole answers", "of what depends on the prompt", "of the effect", "nats")
+    head = (
+        "",
+        "bytes",
+        "whole answers",
+        "expected",
+        "of what depends on the prompt",
+        "of the effect",
+        "nats",
+    )
     return head, lines
 
 

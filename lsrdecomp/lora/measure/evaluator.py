@@ -214,6 +214,7 @@ class Evaluator:
         self.calibration_reference: Reference | None = None
         if by_answers and self.source.head is not Head.classification:
             self.selection_reference = self._own_answers_to(self.selection_texts)
+            self.announce("the LoRA's own answers to calibrate on")
             answered, self.calibration_reference = self.meter.with_own_answers(
                 self.calibration_texts, MAX_CALIBRATION_ANSWERS
             )

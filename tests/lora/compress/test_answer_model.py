@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lsrdecomp.lora.compress.answer_model import MIN_LOSS, AnswerModel, Counted
+from lsrdecomp.lora.compress.answer_model import AnswerModel, Counted
+from lsrdecomp.lora.compress.size_search import MIN_LOSS
 
 
 def model_of(seed=0, n_answers=400, scale=2.0):
