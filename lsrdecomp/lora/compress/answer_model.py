@@ -83,7 +83,7 @@ class AnswerModel:
         Losses are those on the first; the others have further margins.
         """
         found = [each.margins() for each in (reference, *further)]
-        scale = math.sqrt(2.0 * reference.effect / found[0][1])
+        scale = math.sqrt(2.0 * reference.effect / max(found[0][1], MIN_LOSS))
         return cls([each.numpy() for margins, _ in found for each in margins], scale)
 
     def fall(self, loss: float) -> float:
@@ -121,6 +121,6 @@ class AnswerModel:
         def slope(log_factor: float) -> float:
             return found - expected * math.exp(log_factor) - precision * log_factor
 
-        # The likeliest logarithm lies between that of the guess and where one term is all.
+        # So far from the guess, it outweighs all that was counted.
         bound = max(found, expected) / precision
         return math.exp(brentq(slope, -bound, bound))
