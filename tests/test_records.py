@@ -451,7 +451,7 @@ def of_expected_answers():
             *most, last = (f"{row[name]:.0f}" for row in rows)
             said.append(f"{', '.join(most)} and {last}")
     yield (
-        f"Of 64 answers LSR of 8, 30, 60, 120 and 240 kB gives {said[0]} for E2E, and {said[1]} "
+        f"of 64 answers LSR of 8, 30, 60, 120 and 240 kB gives {said[0]} for E2E, and {said[1]} "
         f"are expected; for sums {said[2]}, and {said[3]} are"
     )
 
