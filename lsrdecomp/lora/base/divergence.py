@@ -105,15 +105,15 @@ class Reference:
         """Mean KL(source ‖ no ΔW), nats per prediction."""
         return float(self.effects.sum()) / int(self.counts.sum())
 
-    def margins(self) -> tuple[list[Tensor], float]:
+    def margins(self) -> tuple[list[Tensor], Tensor]:
         """Return by how much the source's first class is ahead of the second, and how sure it is.
 
         Returns
         -------
         margins : list of Tensor, each of shape (predictions,)
             Differences of logits, of one example each.
-        uncertainty : float
-            Mean of 1 − Σp² over all predictions, p being the source's probabilities.
+        uncertainties : Tensor, shape (predictions,)
+            1 − Σp² of every prediction, p being the source's probabilities.
 
         Notes
         -----
@@ -128,7 +128,7 @@ class Reference:
                 ahead.append(first_two[:, 0] - first_two[:, 1])
                 uncertainties.append(1.0 - _double(part).softmax(-1).square().sum(-1))
         margins = torch.split(torch.cat(ahead).cpu(), self.counts.tolist())
-        return list(margins), float(torch.cat(uncertainties).mean())
+        return list(margins), torch.cat(uncertainties).cpu()
 
     def compare(self, compressed: Base) -> Behaviour:
         """Run a compressed adapter on the same batches, and compare its logits with the source's.

@@ -136,14 +136,14 @@ def test_the_standard_error_is_how_far_the_share_scatters():
 def test_margins_are_of_the_two_first_classes_by_example(pair):
     source, _ = pair
     reference = Reference(source, all_batches(source))
-    margins, uncertainty = reference.margins()
+    margins, uncertainties = reference.margins()
     assert [len(each) for each in margins] == reference.counts.tolist()
     with torch.no_grad():
         logits = torch.cat([forward(source, batch).logits for batch in all_batches(source)])
     first_two = logits.double().sort(descending=True).values[:, :2]
     assert torch.allclose(torch.cat(margins), first_two[:, 0] - first_two[:, 1], atol=1e-5)
-    expected = 1.0 - logits.double().softmax(-1).square().sum(-1).mean()
-    assert uncertainty == pytest.approx(float(expected), rel=1e-5)
+    expected = 1.0 - logits.double().softmax(-1).square().sum(-1)
+    assert torch.allclose(uncertainties, expected, atol=1e-6)
 
 
 def test_divergences_of_examples_add_up(pair):

@@ -315,7 +315,10 @@ def answer_goal_of(variants, *, expected=2.0, first=0.0):
     """
     each = (np.arange(200) + 0.5) / 200
     margins = first + (each[:, None] + np.arange(20)) / expected
-    reference = SimpleNamespace(effect=1.0, margins=lambda: (list(torch.tensor(margins)), 0.5))
+    uncertainties = torch.full((1,), 0.5, dtype=torch.float64)
+    reference = SimpleNamespace(
+        effect=1.0, margins=lambda: (list(torch.tensor(margins)), uncertainties)
+    )
     variants.evaluator.selection_reference = reference
     variants.evaluator.calibration_reference = None
     goal = goal_of(variants)
