@@ -134,7 +134,7 @@ def test_a_training_that_ended_early_goes_on_where_what_it_left_keeps_enough_by_
     assert exact._train(exact.sizes.variant_near_loss(0.2)).behaviour.kept == pytest.approx(0.953)
 
 
-def test_where_two_trainings_miss_one_more_is_aimed_by_the_worse_of_them():
+def test_where_two_trainings_miss_one_more_is_aimed_by_the_nearer_of_them():
     """An untrained version that keeps enough is many times larger."""
     variants = Variants([0.3, 0.6], 8.0)
     sizes = []
@@ -152,6 +152,28 @@ def test_where_two_trainings_miss_one_more_is_aimed_by_the_worse_of_them():
     assert result.behaviour.kept >= 0.95
     assert result.steps > 0
     assert loss_of_size(sizes[-1]) == pytest.approx(goals.AIM**2 * 0.05 / 0.5, rel=0.3)
+
+
+@pytest.mark.parametrize(("residual", "trainings"), [(0.23, 1), (0.1, 2)])
+def test_a_training_that_leaves_little_is_followed_by_a_smaller_one_at_its_rate(
+    residual, trainings
+):
+    """Of what is allowed the first one leaves 0.83, or 0.36; the second then 0.81."""
+    variants = Variants([residual, 0.6], 8.0)
+    trained = []
+    by_formula = variants.train
+
+    def train(variant, *given, rate=None, **named):
+        if variant.origin is None:
+            trained.append((loss_of_size(variant.compression.totals.parameters), rate))
+        return by_formula(variant, *given, rate=rate, **named)
+
+    variants.train = train
+    result = goal_of(variants).trained()
+    assert 0.95 <= result.behaviour.kept < 0.955
+    assert [rate for _, rate in trained] == [None, 0.1][:trainings]
+    if trainings == 2:
+        assert residual * trained[1][0] == pytest.approx(goals.AIM**2 * 0.05, rel=0.1)
 
 
 def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
