@@ -143,7 +143,7 @@ class Variants:
     def measure(self, compression):
         return replace(losing(0.25), compression=compression, path=compression.path)
 
-    def train(self, variant, stage_prefix="", target_share=math.inf):
+    def train(self, variant, stage_prefix="", target_share=math.inf, *, rate=None):
         steps = next(
             (steps for steps, share in self.checks if share >= target_share), self.checks[-1][0]
         )
