@@ -384,22 +384,28 @@ def of_whole_answers():
     }
     same = {task: row["found"]["n_matching"] for task, row in of_each.items()}
     sizes = {task: f"{row['bytes'] / 1000:.1f} kB" for task, row in of_each.items()}
-    of_extraction = {
-        row["budget"]: row["n_matching"]
-        for row in rows_of_task(record("answer_curve"), "extraction")
-        if row["method"] == SVD
-    }
-    assert same["extraction"] == of_extraction[240_000]
+    beside = {task: svd_beside(task, count) for task, count in same.items()}
     yield (
         f"Trained by the command above, {sizes['tickets']} give {same['tickets']} of the 64 "
-        f"answers for tickets, where 30 kB of truncated SVD give {of_tickets[SVD, 30_000]}, "
-        f"{sizes['sums']} give {same['sums']} for sums, where 120 kB of it give "
-        f"{of_sums[SVD, 120_000]}, and {sizes['extraction']} give {same['extraction']} for "
-        f"extraction, as many as 240 kB of it (in 120 kB {of_extraction[120_000]})"
+        f"answers for tickets, where truncated SVD gives {beside['tickets']}; {sizes['sums']} give "
+        f"{same['sums']} for sums, where it gives {beside['sums']}; and {sizes['extraction']} give "
+        f"{same['extraction']} for extraction, where it gives {beside['extraction']}"
     )
     yield from of_other_texts()
     yield from of_expected_answers()
     assert {row["answered"] for row in record("answer_curve")["rows"]} == {64}
+
+
+def svd_beside(task, n_matching):
+    """The largest truncated SVD with fewer answers, and the smallest with as many."""
+    rows = [row for row in rows_of_task(record("answer_curve"), task) if row["method"] == SVD]
+    fewer = [row for row in rows if row["n_matching"] < n_matching]
+    as_many = [row for row in rows if row["n_matching"] >= n_matching]
+    two = (
+        max(fewer, key=lambda row: row["bytes"]),
+        min(as_many, key=lambda row: row["bytes"]),
+    )
+    return " and ".join(f"{row['n_matching']} in {row['bytes'] / 1000:.0f} kB" for row in two)
 
 
 def of_training_alike():
@@ -453,6 +459,15 @@ def of_expected_answers():
     yield (
         f"of 64 answers LSR of 8, 30, 60, 120 and 240 kB gives {said[0]} for E2E, and {said[1]} "
         f"are expected; for sums {said[2]}, and {said[3]} are"
+    )
+    rows = [row for row in record("answer_curve")["rows"] if row.get("expected") is not None]
+    within = [row for row in rows if abs(row["n_matching"] - row["expected"]) <= 5.0]
+    yield f"Of {len(rows)} versions for four tasks {len(within)} lie within five answers"
+    farthest = max(rows, key=lambda row: abs(row["n_matching"] - row["expected"]))
+    assert (farthest["task"], farthest["method"], farthest["budget"]) == ("tickets", SVD, 15_000)
+    yield (
+        "farthest off is truncated SVD of tickets in 15 kB, with "
+        f"{farthest['n_matching']} for {farthest['expected']:.0f}"
     )
 
 
@@ -1055,14 +1070,15 @@ def of_answer_draws():
     intervals = [wilson_interval(row["alike"], row["answered"]) for row in rows]
     shares = [row["found"]["agreement"] for row in rows]
     assert {row["found"]["examples"] for row in rows} == {1000}
-    pairs = zip(shares, intervals, strict=True)
-    held = sum(low <= share <= high for share, (low, high) in pairs)
-    assert held == 10
+    pairs = list(zip(shares, intervals, strict=True))
+    outside = sorted(share for share, (low, high) in pairs if not low <= share <= high)
+    assert [share >= 0.9 for share in outside] == [False, True]
     yield (
         "`--keep-answers 0.9` was run on the same LoRA with ten draws of sentences. The LoRA's "
         f"class on 1,000 further ones is kept to {short(min(shares), 3)} to "
-        f"{short(max(shares), 3)}, in ten of ten within the interval that the run printed, "
-        f"in {sum(share >= 0.9 for share in shares)} at least to 0.9"
+        f"{short(max(shares), 3)}, in eight of ten within the interval that the run printed, "
+        f"in {sum(share >= 0.9 for share in shares)} at least to 0.9. Of the two outside "
+        f"one keeps {short(outside[1], 3)}, the other {short(outside[0], 3)}"
     )
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from lsrdecomp.lora.base.divergence import Reference
 
 FACTOR_SPREAD = 0.3
-"""How far the logarithm of the factor may be off: −0.19 to 0.06 for those eight versions, 0.0 to
-0.5 for the classes of the demo's LoRA."""
+"""How far the logarithm of the factor may be off: −0.19 to 0.06 for those eight versions, 0.5
+for tickets in 8 kB, 0.0 to 0.5 for the classes of the demo's LoRA."""
 
 SCALES = np.geomspace(1e-2, 1e2, 25)
 """Scales of the moves for which the divergence is computed, to be interpolated between."""
