@@ -97,14 +97,14 @@ def test_what_a_size_loses_is_read_between_the_variants_that_were_measured():
     assert sizes.loss_at(4e5) == pytest.approx(beyond)
 
 
-@pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.04, 1), (1.1, 2)])
+@pytest.mark.parametrize(("factor", "count"), [(0.8, 2), (0.92, 1), (1.04, 1), (1.1, 2)])
 def test_no_variant_is_trained_that_loses_more_than_training_makes_good(factor, count):
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
     variant = MeasuredSizes(WHOLE, expected, measure, seen).variant_near_loss(0.2)
     assert len(seen) == count
-    assert 0.15 < 1.0 - variant.behaviour.kept <= 0.21
+    assert 0.18 < 1.0 - variant.behaviour.kept <= 0.21
 
 
 def test_of_two_variants_near_what_training_makes_good_the_one_that_loses_less_is_trained():
