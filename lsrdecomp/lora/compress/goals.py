@@ -365,14 +365,14 @@ class ShareGoal:
     def _train(self, variant: CompressedVariant) -> CompressedVariant:
         """Train a variant until it keeps a little more than the share, or to the last step.
 
-        The learning rate is searched for once.
+        Its learning rate is that of the first training that did any good, else it is searched for.
         """
         ratio = variant.compression.totals.ratio
         number = len(self._trained) + 1
         stage_prefix = f"training {number}, {ratio:.3g} times fewer numbers: "
         stop_at = self.target_share + EARLY_STOP_MARGIN * self.allowed_loss
-        rates = [each.distillation.training.rate for each in self._trained if each.distillation]
-        rate = rates[0] if rates else None
+        done = [each.distillation for each in self._trained if each.distillation]
+        rate = next((each.training.rate for each in done if each.improved), None)
         result = self.variants.train(variant, stage_prefix, stop_at, rate=rate)
         # Training stops before its result is rounded. If what is written keeps too little, or may
         # do so, it goes on.

@@ -176,6 +176,23 @@ def test_a_training_that_leaves_little_is_followed_by_a_smaller_one_at_its_rate(
         assert residual * trained[1][0] == pytest.approx(goals.AIM**2 * 0.05, rel=0.1)
 
 
+@pytest.mark.parametrize(("residual", "rate"), [(0.2, 0.1), (1.0, None)])
+def test_the_rate_of_a_training_that_did_no_good_is_not_taken_again(residual, rate):
+    variants = Variants([residual, 0.6], 8.0)
+    rates = []
+    by_formula = variants.train
+
+    def train(variant, *given, rate=None, **named):
+        rates.append(rate)
+        return by_formula(variant, *given, rate=rate, **named)
+
+    variants.train = train
+    goal = goal_of(variants)
+    for loss in (0.2, 0.1):
+        goal._train(goal.sizes.variant_near_loss(loss))
+    assert rates == [None, rate]
+
+
 def test_prunings_of_a_variant_are_remembered_when_it_is_pruned_again():
     # The training after pruning does harm, so the first variant is pruned again, for less loss:
     # two tries for the training, and one more. Without the first two it takes four.
