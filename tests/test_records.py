@@ -462,7 +462,7 @@ def of_expected_answers():
     )
     rows = [row for row in record("answer_curve")["rows"] if row.get("expected") is not None]
     within = [row for row in rows if abs(row["n_matching"] - row["expected"]) <= 5.0]
-    yield f"Of {len(rows)} versions for four tasks {len(within)} lie within five answers"
+    yield f"Of {len(rows)} versions of five LoRAs {len(within)} lie within five answers"
     farthest = max(rows, key=lambda row: abs(row["n_matching"] - row["expected"]))
     assert (farthest["task"], farthest["method"], farthest["budget"]) == ("tickets", SVD, 15_000)
     yield (
