@@ -1083,9 +1083,29 @@ def of_answer_draws():
     )
 
 
+def of_ticket_draws():
+    rows = by_seed("smollm2 tickets answers .9 distill 60")
+    assert len(rows) == 10
+    sizes = [row["bytes"] / 1000 for row in rows]
+    counts = [row["found"]["n_matching"] for row in rows]
+    assert {row["found"]["answered"] for row in rows} == {64}
+    intervals = [wilson_interval(row["alike"], row["answered"]) for row in rows]
+    assert all(low <= count / 64 for count, (low, _) in zip(counts, intervals, strict=True))
+    above = sum(count / 64 > high for count, (_, high) in zip(counts, intervals, strict=True))
+    enough = sum(count / 64 >= 0.9 for count in counts)
+    yield (
+        "Ten draws of examples for tickets with SmolLM2 (`--keep-answers 0.9 --distill 60`) made "
+        f"{min(sizes):.1f} to {max(sizes):.1f} kB, which give {min(counts)} to {max(counts)} of 64 "
+        f"fresh prompts the LoRA's own answer, {sum(counts)} of 640 in all. In {enough} of ten it "
+        f"is at least nine tenths; {10 - above} lie within the interval that the run printed, "
+        f"{above} above it"
+    )
+
+
 def in_accuracy():
     yield from of_draws()
     yield from of_answer_draws()
+    yield from of_ticket_draws()
     for storage in ("float32", "float16", "bfloat16"):
         roundoff = unit_roundoff(storage)
         power = str(round(math.log2(roundoff))).translate(DIGITS)
