@@ -1075,7 +1075,7 @@ def of_answer_draws():
     above = [share for share, (_, high) in pairs if share > high]
     assert (len(below), len(above)) == (2, 2)
     yield (
-        "`--keep-answers 0.9` was run on the same LoRA with thirty draws of sentences. The LoRA's "
+        "The command was run on the same LoRA with thirty draws of sentences. The LoRA's "
         f"class on 1,000 further ones is kept to {short(min(shares), 3)} to "
         f"{short(max(shares), 3)}, in {len(pairs) - 4} of thirty within the interval that the run "
         f"printed, in {sum(share >= 0.9 for share in shares)} at least to 0.9. Of the four outside "
@@ -1093,6 +1093,9 @@ def of_ticket_draws():
     assert all(low <= count / 64 for count, (low, _) in zip(counts, intervals, strict=True))
     above = sum(count / 64 > high for count, (_, high) in zip(counts, intervals, strict=True))
     enough = sum(count / 64 >= 0.9 for count in counts)
+    yield (
+        f"{26 + 10 - above} of forty draws lie within the interval that the run printed, 2 below it"
+    )
     yield (
         "Ten draws of examples for tickets with SmolLM2 (`--keep-answers 0.9 --distill 60`) made "
         f"{min(sizes):.1f} to {max(sizes):.1f} kB, which give {min(counts)} to {max(counts)} of 64 "
